@@ -1,0 +1,27 @@
+# The first run: a small byte-level GPT on Python's own standard library; 2-3 minutes on 2 CPU cores, seconds on a GPU.
+#   python data/python_stdlib/prepare.py && python train.py config/quickstart.py
+
+out_dir = 'out-quickstart'
+dataset = 'python_stdlib'
+
+# 0.82M parameters: 12 * 4 * 128^2 = 786,432 in the blocks, 256 * 128 + 128 * 128 in the embeddings
+n_layer = 4
+n_head = 4
+n_embd = 128
+block_size = 128
+
+# 16 * 128 * 2 = 4,096 tokens a step; 2 micro-batches, so that it also runs under torchrun with 2 processes
+batch_size = 16
+gradient_accumulation_steps = 2
+
+learning_rate = 2e-3  # small models take large steps
+min_lr = 2e-4
+warmup_iters = 100
+max_iters = 1000
+lr_decay_iters = 1000
+beta2 = 0.99  # a step has few tokens, so average the second moment over more of them
+
+eval_interval = 250
+eval_iters = 20
+log_interval = 10
+compile = False  # compiling takes longer than it saves here

@@ -1,0 +1,26 @@
+# GPT-2 XL (1.5B), fully sharded.
+#   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_xl.py
+# 1.56 billion parameters * 16 bytes (fp32 master, gradient, two moments) = 25 GB unsharded, 3.1 GB a GPU on 8;
+# the activations of one sequence in bf16 are several times that, so checkpointing buys the batch size.
+
+out_dir = 'out-gpt2-xl'
+dataset = 'openwebtext'
+strategy = 'full_shard'
+activation_checkpointing = 'selective'
+
+n_layer = 48
+n_head = 25
+n_embd = 1600
+
+# 8 * 1024 * 64 = 524,288 tokens a step (64 = 8 micro-batches on each of 8 GPUs)
+batch_size = 8
+block_size = 1024
+gradient_accumulation_steps = 8 * 8
+
+learning_rate = 2e-4
+min_lr = 2e-5
+max_iters = 600000
+lr_decay_iters = 600000
+
+eval_interval = 1000
+log_interval = 10

@@ -1,0 +1,30 @@
+# A character-level GPT on tiny Shakespeare: nanoGPT's CPU setting (it reaches a validation loss of 1.88 there).
+#   python data/shakespeare_char/prepare.py && python train.py config/train_shakespeare_char.py
+# On a GPU take nanoGPT's larger one (1.47 there after 5,000 steps):
+#   --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64 --dropout=0.2 --max_iters=5000 --lr_decay_iters=5000
+
+out_dir = 'out-shakespeare-char'
+dataset = 'shakespeare_char'
+always_save_checkpoint = False  # a small text is overfitted: keep the best
+
+n_layer = 4
+n_head = 4
+n_embd = 128
+block_size = 64
+dropout = 0.0
+
+# 12 * 64 = 768 tokens a step; an epoch is 1,003,854 / 768 = 1,307 steps
+batch_size = 12
+gradient_accumulation_steps = 1
+
+learning_rate = 1e-3
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 100
+max_iters = 2000
+lr_decay_iters = 2000
+
+eval_interval = 250
+eval_iters = 200  # 200 * 12 * 64 = 153,600 > 111,540: the whole validation split
+log_interval = 10
+compile = False
