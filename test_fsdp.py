@@ -952,6 +952,576 @@ def test_generate_on_all_ranks(ranks):
     assert all(x["tokens"] == expected and x["sharded"] for x in r)
 
 
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+CHAIN = [(2, "full_shard", "full"), (3, "shard_grad_op", "sharded"), (1, "", "full"), (4, "hybrid_shard", "sharded"), (2, "ddp", "sharded"), (2, "full_shard", "full")]
+
+
+def command(tmp, out, **overrides):
+    return [os.path.join(HERE, "train.py"), *flags(**{**TINY, "dataset": os.path.join(tmp, "toy"), "out_dir": out, **overrides})]
+
+
+def launch(world, *args, **kwargs):
+    """python train.py, or torchrun; must end well."""
+    p = python(*args, **kwargs) if world == 1 else torchrun(world, *args, **kwargs)
+    assert p.returncode == 0, p.stdout + p.stderr
+    return p
+
+
+def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
+    """2 -> 3 -> 1 -> 4 -> 2 -> 2 ranks, every strategy, both kinds, offloaded on the way: the losses of one uninterrupted run."""
+    whole, chain = os.path.join(tmp, "whole"), os.path.join(tmp, "chain")
+    launch(1, *command(tmp, whole, max_iters=18))
+    for i, (world, strategy, kind) in enumerate(CHAIN):
+        extra = dict(shard_group_size=2) if strategy == "hybrid_shard" else dict(cpu_offload=0.5) if strategy == "shard_grad_op" else {}
+        launch(world, *command(tmp, chain, max_iters=3 * (i + 1), strategy=strategy, checkpoint=kind, init_from="auto", **extra))
+    assert losses(chain) == pytest.approx(losses(whole), rel=1e-5) and len(losses(chain)) == 18
+    assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
+    rows = read_metrics(chain)
+    assert [r["iter"] for r in rows if "loss" in r] == list(range(18))  # appended without duplicates
+
+
+@pytest.mark.parametrize("world, kind", [(1, "full"), (2, "full"), (2, "sharded")])
+def test_checkpoint_resume_is_bitwise(tmp, world, kind):
+    """30 = 15 + 15 steps, dropout on, evaluation at another interval."""
+    whole, parts = (os.path.join(tmp, f"resume-{world}-{kind}-{x}") for x in ("whole", "parts"))
+    base = dict(dropout=0.1, checkpoint=kind, gradient_accumulation_steps=2)
+    launch(world, *command(tmp, whole, max_iters=30, eval_interval=30, **base))
+    launch(world, *command(tmp, parts, max_iters=15, eval_interval=4, **base))
+    p = launch(world, *command(tmp, parts, max_iters=30, eval_interval=7, init_from="resume", **base))
+    assert "at step 15" in p.stdout
+    assert losses(parts) == losses(whole)
+    for out in (whole, parts):
+        if kind == "sharded":
+            assert len([d for d in os.listdir(out) if d.startswith("step-")]) <= 2  # pruned
+            assert python(os.path.join(HERE, "checkpoint.py"), "full", out).returncode == 0
+    a, b = read_ckpt(whole), read_ckpt(parts)
+    assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
+    assert all(torch.equal(a["optimizer"]["state"][i][k], b["optimizer"]["state"][i][k]) for i in a["optimizer"]["state"] for k in checkpoint.MOMENTS)
+
+
+def test_checkpoint_has_nanogpts_layout(tmp):
+    out = os.path.join(tmp, "layout")
+    launch(1, *command(tmp, out, max_iters=2, bias=False))
+    ckpt = read_ckpt(out)
+    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= ckpt.keys()
+    assert list(ckpt["model_args"]) and ckpt["iter_num"] == 2 and ckpt["config"]["n_layer"] == 3
+    assert ckpt["model"]["lm_head.weight"].data_ptr() == ckpt["model"]["transformer.wte.weight"].data_ptr()  # tied: stored once
+    # what nanoGPT does with it: strict load, an AdamW with its two groups, integer-indexed state
+    gpt = GPT(GPTConfig(**ckpt["model_args"]))
+    gpt.load_state_dict(ckpt["model"])
+    params = list(gpt.parameters())
+    optimizer = torch.optim.AdamW([{"params": [p for p in params if p.dim() >= 2]}, {"params": [p for p in params if p.dim() < 2]}])
+    optimizer.load_state_dict(ckpt["optimizer"])
+    assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in params)
+
+
+def test_checkpoint_of_nanogpt_is_resumed(tmp):
+    """Their format: _orig_mod. prefixes, causal-mask buffers, no parameter names; optimizer included."""
+    out = os.path.join(tmp, "from-nanogpt")
+    launch(1, *command(tmp, out, max_iters=3, bias=False))
+    path = os.path.join(out, "ckpt.pt")
+    ckpt = torch.load(path, weights_only=True)
+    theirs = {"_orig_mod." + k: v for k, v in ckpt["model"].items()}
+    theirs.update({f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)})
+    ckpt = {**{k: ckpt[k] for k in ("optimizer", "model_args", "iter_num", "config")}, "model": theirs, "best_val_loss": torch.tensor(9.0)}
+    torch.save(ckpt, path)
+    launch(2, *command(tmp, out, max_iters=6, bias=False, init_from="resume"))
+    whole = os.path.join(tmp, "from-nanogpt-whole")
+    launch(1, *command(tmp, whole, max_iters=6, bias=False))
+    assert losses(out) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_checkpoint_best_is_kept_and_signals_do_not_overwrite_it(tmp):
+    out = os.path.join(tmp, "best")
+    launch(1, *command(tmp, out, max_iters=4, eval_interval=2, always_save_checkpoint=False))
+    best = read_ckpt(out)["best_val_loss"]
+    launch(1, *command(tmp, out, max_iters=8, eval_interval=2, always_save_checkpoint=True, learning_rate=1.0, min_lr=1.0, init_from="resume"))
+    after = read_ckpt(out)
+    assert after["iter_num"] == 8 and after["best_val_loss"] == best < [r["val_loss"] for r in read_metrics(out) if "val_loss" in r][-1]
+
+
+def test_checkpoint_freeze_then_unfreeze(tmp):
+    """Moments of what was frozen do not exist; they start when it trains."""
+    out = os.path.join(tmp, "thaw")
+    launch(2, *command(tmp, out, max_iters=2, freeze=FREEZE))
+    ckpt = read_ckpt(out)
+    assert len(ckpt["optimizer"]["state"]) == len(ckpt["param_names"]) < len(list(ckpt["model"])) - 1
+    assert not any(re.search(FREEZE, n) for n in ckpt["param_names"])
+    launch(2, *command(tmp, out, max_iters=4, init_from="resume"))
+    assert len(read_ckpt(out)["param_names"]) == len(list(ckpt["model"])) - 1 and len(losses(out)) == 4
+
+
+def test_checkpoint_damage_is_a_clear_line_or_the_older_one(tmp):
+    out = os.path.join(tmp, "damage")
+    launch(1, *command(tmp, out, max_iters=2))
+    path = os.path.join(out, "ckpt.pt")
+    good = open(path, "rb").read()
+
+    def resume(**overrides):
+        return python(*command(tmp, out, **{"max_iters": 3, "init_from": "resume", **overrides}))
+    for name, data in [("truncated", good[:len(good) // 2]), ("empty", b""), ("flipped", good[:30] + bytes([good[30] ^ 255]) + good[31:]),
+                       ("flipped magic", bytes([good[0] ^ 1]) + good[1:]), ("no zip", b"hello" * 100)]:
+        with open(path, "wb") as f:
+            f.write(data)
+        p = resume()
+        if p.returncode == 0:  # a bit that carries nothing: then it must be the right state
+            assert "at step 2" in p.stdout, name
+        else:
+            assert p.returncode == 1 and "ckpt.pt" in p.stderr and "Traceback" not in p.stderr and p.stderr.strip().count("\n") == 0, (name, p.stderr)
+    with open(path, "wb") as f:
+        f.write(good)
+    for overrides, message in [(dict(n_layer=2), "--n_layer=3"), (dict(n_embd=60), "--n_embd=30"), (dict(block_size=32), "--block_size=16")]:
+        p = resume(**overrides)
+        assert p.returncode == 1 and message in p.stderr and "Traceback" not in p.stderr, p.stderr
+    # a half-written directory beside the complete file, then a complete directory beside a damaged file
+    os.makedirs(os.path.join(out, "step-000000009"))
+    assert "at step 2" in resume(max_iters=2).stdout
+    launch(1, *command(tmp, out, max_iters=4, init_from="resume", checkpoint="sharded"))
+    with open(path, "wb") as f:
+        f.write(good[:1000])
+    p = resume(max_iters=4)
+    assert p.returncode == 0 and "at step 4" in p.stdout and "skipping" in p.stderr
+    p = python(*command(tmp, os.path.join(tmp, "nothing"), init_from="resume"))
+    assert p.returncode == 1 and "no checkpoint in out_dir" in p.stderr and "Traceback" not in p.stderr
+
+
+def test_checkpoint_gather_memory(tmp):
+    """Peak host memory of a full save at 2 ranks, above what training holds: rank 0 the full state, rank 1 one parameter."""
+    path, out = os.path.join(tmp, "memory.json"), os.path.join(tmp, "memory")
+    results = on_ranks(2, [("memory", "case_gather_memory", dict(tmp=tmp, out=out))], os.path.dirname(path))
+    zero, one = values(results, "memory")
+    print(json.dumps([zero, one]))
+    assert zero["state"] >= 200e6
+    assert zero["above"] <= 1.15 * zero["state"] + 30e6  # 30 MB: buffers of gloo and of the file
+    assert one["above"] <= 2 * one["largest"] + 30e6  # gloo's receive buffer beside the parameter
+
+
+def rss():
+    with open("/proc/self/status") as f:
+        return {line.split()[0]: int(line.split()[1]) * 1024 for line in f if line.startswith(("VmRSS", "VmHWM"))}
+
+
+def case_gather_memory(tmp, out):
+    dist, cfg, model, gpt, optimizer, batches = run = built(tmp, strategy="full_shard", n_layer=6, n_embd=510, n_head=3, gradient_accumulation_steps=2)
+    steps(*run)
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # reset the peak
+    before = rss()["VmRSS:"]
+    checkpoint.save_full(os.path.join(out, "ckpt.pt"), gpt, optimizer, dict(iter_num=1), dist)
+    n = [p.numel() * 4 for p in gpt.parameters()]
+    return dict(above=rss()["VmHWM:"] - before, state=3 * sum(n), largest=max(n))
+
+
+# -----------------------------------------------------------------------------
+# faults
+
+
+def start(world, args, tmp, **env):
+    prefix = [sys.executable] if world == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    return subprocess.Popen(prefix + [str(a) for a in args], cwd=tmp, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                            env={**environment(), **env})
+
+
+def wait_for(path, text, seconds=60):
+    end = time.time() + seconds
+    while time.time() < end:
+        if os.path.exists(path) and text in open(path).read():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{text!r} never came in {path}")
+
+
+def finish(p, seconds=60):
+    try:
+        return p.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        pytest.fail("hung: " + p.communicate()[0])
+
+
+@pytest.mark.parametrize("world, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_fault_a_signal_saves_and_leaves(tmp, world, number):
+    out = os.path.join(tmp, f"signal-{world}")
+    p = start(world, command(tmp, out, max_iters=100000, eval_interval=100000, always_save_checkpoint=False), tmp)
+    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 5,')
+    if world == 1:
+        p.send_signal(number)
+    else:  # as a scheduler does: every process of the job
+        for pid in children(p.pid):
+            os.kill(pid, number)
+    text = finish(p)
+    assert p.returncode == 0 and "stopped by a signal" in text and "--init_from=resume" in text, text
+    assert os.path.exists(os.path.join(out, "last.pt"))  # not ckpt.pt: that is the best one's name
+    done = len(losses(out))
+    p = launch(world, *command(tmp, out, max_iters=done + 2, init_from="resume"))
+    assert f"at step {done}" in p.stdout and len(losses(out)) == done + 2
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return [int(c) for c in f.read().split()]
+
+
+def test_fault_nan_stops_all_ranks_and_keeps_the_checkpoint(tmp):
+    out = os.path.join(tmp, "nan")
+    launch(2, *command(tmp, out, max_iters=2))
+    before = open(os.path.join(out, "ckpt.pt"), "rb").read()
+    p = torchrun(2, *command(tmp, out, max_iters=50, init_from="resume", learning_rate=1e18, min_lr=1e18, grad_clip=0.0), timeout=90)
+    assert p.returncode == 1 and re.search(r"loss is (nan|inf).* at step \d+: try a lower learning_rate", p.stderr), p.stderr
+    assert open(os.path.join(out, "ckpt.pt"), "rb").read() == before
+
+
+def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
+    out, whole = os.path.join(tmp, "dead"), os.path.join(tmp, "dead-whole")
+    run = dict(max_iters=400, eval_interval=20, init_from="auto", gradient_accumulation_steps=2)
+    launch(2, *command(tmp, whole, **run))
+    prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    p = subprocess.Popen(prefix + command(tmp, out, **run), cwd=tmp, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment())
+    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 45,')
+    os.kill(children(p.pid)[-1], signal.SIGKILL)
+    text = finish(p, 120)
+    assert p.returncode == 0 and "starting from" in text, text
+    assert losses(out) == losses(whole)
+
+
+def test_fault_no_space_keeps_the_old_checkpoint(tmp):
+    out = os.path.join(tmp, "full-disk")
+    launch(1, *command(tmp, out, max_iters=2))
+    before = open(os.path.join(out, "ckpt.pt"), "rb").read()
+    # a limit on the size of files stands in for a full disk
+    p = shell("bash", "-c", "ulimit -f 20; exec " + " ".join([sys.executable, *command(tmp, out, max_iters=4, init_from="resume")]))
+    assert p.returncode == 1 and "cannot write" in p.stderr and "previous checkpoint is untouched" in p.stderr and "Traceback" not in p.stderr, p.stderr
+    assert open(os.path.join(out, "ckpt.pt"), "rb").read() == before and not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
+    (bad := os.path.join(tmp, "a-file")) and open(bad, "w").close()
+    p = python(*command(tmp, os.path.join(bad, "out")))
+    assert p.returncode == 1 and "out_dir" in p.stderr and "Traceback" not in p.stderr
+
+
+@pytest.mark.parametrize("world, overrides, message", [
+    (1, dict(dataset="nowhere"), "dataset must be one of"),
+    (1, dict(strategy="full_shard"), "torchrun --standalone --nproc_per_node=2"),
+    (1, dict(device="cuda"), "--device=cpu"),
+    (1, dict(n_lyaer=2), "did you mean n_layer"),
+    (1, dict(freeze="nothing"), "matches no parameter"),
+    (1, dict(freeze="."), "matches every parameter"),
+    (1, dict(freeze="("), "not a regular expression"),
+    (1, dict(init_from="no/such/dir"), "init_from=no/such/dir"),
+    (2, dict(gradient_accumulation_steps=3), "try 2 or 4"),
+    (2, dict(init_from="resume", out_dir="nothing-here"), "no checkpoint in out_dir"),
+    (2, dict(block_size=100000), "block_size=100000 needs at least 100001"),
+])
+def test_fault_bad_input_is_one_line_and_no_hang(tmp, world, overrides, message):
+    if overrides.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is CUDA")
+    args = command(tmp, os.path.join(tmp, "bad"), **overrides)
+    p = python(*args, cwd=tmp) if world == 1 else torchrun(world, *args, cwd=tmp, timeout=60)
+    ours = [line for line in p.stderr.splitlines() if message in line]
+    assert p.returncode == 1 and len(ours) == 1, p.stderr
+    if world == 1:
+        assert p.stderr.strip() == ours[0].strip() and "Traceback" not in p.stderr
+    else:  # torchrun adds a report of its own, below
+        assert 'train.py", line' not in p.stderr, p.stderr
+
+
+def test_fault_no_pickle_is_executed():
+    for name in ("train.py", "fsdp.py", "checkpoint.py", "sample.py", "model.py"):
+        code = open(os.path.join(HERE, name)).read()
+        assert code.count("torch.load(") == len(re.findall(r"torch\.load\(.*weights_only=True\)", code)) and "import pickle" not in code
+
+
+def kill(runs):
+    """Kill runs at random moments with SIGKILL; each must resume and end bit for bit where an uninterrupted run ends."""
+    import tempfile
+    rng, good = random.Random(time.time()), 0
+    with tempfile.TemporaryDirectory() as tmp:
+        make_data(os.path.join(tmp, "toy"))
+        base = dict(max_iters=60, eval_interval=2, init_from="auto", gradient_accumulation_steps=2, n_embd=120)
+        for i in range(runs):
+            world, kind = [(1, "full"), (2, "full"), (2, "sharded"), (1, "sharded")][i % 4]
+            whole = os.path.join(tmp, f"whole-{world}-{kind}")
+            if not os.path.exists(whole):
+                launch(world, *command(tmp, whole, checkpoint=kind, **base))
+            out, kills = os.path.join(tmp, f"run-{i}"), 0
+            while True:
+                p = start(world, command(tmp, out, checkpoint=kind, **base), tmp)
+                if kills < 2:
+                    wait_for(os.path.join(out, "metrics.jsonl"), '"loss"')
+                    time.sleep(rng.random() * 1.5)
+                    if p.poll() is None:
+                        os.kill(p.pid, signal.SIGSTOP)  # torchrun's agent must not start another worker meanwhile
+                        for pid in [*children(p.pid), p.pid]:
+                            os.kill(pid, signal.SIGKILL)
+                    p.communicate(timeout=60)
+                    kills += 1
+                else:
+                    text = finish(p, 120)
+                    assert p.returncode == 0, text
+                    break
+            assert losses(out) == losses(whole), f"run {i}"
+            good += 1
+            print(f"run {i}: {world} ranks, {kind}, killed {kills} times, resumed, equal bit for bit ({good} of {runs})", flush=True)
+
+
+def test_fault_kill_and_resume():
+    """A short version of `python test_fsdp.py kill 50`."""
+    kill(4)
+
+
+def launches(n):
+    """Two-rank runs in a row that must all end with exit code 0."""
+    import tempfile
+    with tempfile.TemporaryDirectory() as tmp:
+        make_data(os.path.join(tmp, "toy"))
+        codes = []
+        for i in range(n):
+            p = torchrun(2, *command(tmp, os.path.join(tmp, "out"), max_iters=2, eval_interval=2, dtype="bfloat16", gradient_accumulation_steps=2))
+            codes.append(p.returncode)
+            if p.returncode:
+                print(p.stdout, p.stderr)
+            print(f"launch {i}: exit code {p.returncode}; {codes.count(0)} of {len(codes)} ended with 0", flush=True)
+    sys.exit(int(any(codes)))
+
+
+
+# -----------------------------------------------------------------------------
+# tools: data preparation, Hugging Face, sampling, metrics
+
+
+def documents(n=300):
+    rng = random.Random(0)
+    return [f"document {i}: " + " ".join(rng.choice(["alpha", "beta", "gamma", "d\u00e9lta"]) for _ in range(40)) for i in range(n)]
+
+
+def prepare(source, out, **kwargs):
+    return python("data/prepare.py", "x", *source, f"--out={out}", *flags(**kwargs), env={"HF_HUB_OFFLINE": "1"})
+
+
+def test_tools_prepare_gives_the_tokens_of_an_independent_encoding(tmp_path):
+    pytest.importorskip("datasets")
+    import csv
+
+    import datasets
+    docs = documents()
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": d, "n": i}) for i, d in enumerate(docs)))
+    datasets.Dataset.from_dict({"text": docs}).to_parquet(str(tmp_path / "a.parquet"))
+    with open(tmp_path / "a.csv", "w", newline="") as f:
+        csv.writer(f).writerows([["text", "n"], *([d, i] for i, d in enumerate(docs))])
+    expected = None
+    for name, workers in (("a.jsonl", 1), ("a.parquet", 2), ("a.csv", 2)):
+        p = prepare([tmp_path / name], tmp_path / name.replace(".", "-"), tokenizer="bytes", val_fraction=0.2, workers=workers)
+        assert p.returncode == 0, p.stderr
+        parts = [np.fromfile(tmp_path / name.replace(".", "-") / f"{split}.bin", dtype=np.uint16).tolist() for split in ("train", "val")]
+        got = [sorted(bytes(map(int, d.split())) for d in " ".join(map(str, part)).split(" 256") if d.split()) for part in parts]
+        assert sorted(got[0] + got[1]) == sorted(d.encode() for d in docs)  # every document once, in one split
+        assert 0.1 < len(got[1]) / len(docs) < 0.3
+        assert expected is None or parts == expected  # whatever the format and the number of workers
+        expected = parts
+    for i, d in enumerate(docs[:2]):
+        (tmp_path / f"{i}.txt").write_text(d + "\n\nsecond paragraph")
+    p = prepare([tmp_path / "0.txt", tmp_path / "1.txt"], tmp_path / "txt", tokenizer="bytes", val_fraction=0.5)
+    if p.returncode == 0:  # a text file is one document
+        assert sum(np.fromfile(tmp_path / "txt" / f"{s}.bin", dtype=np.uint16).tolist().count(256) for s in ("train", "val")) == 2
+
+
+def test_tools_prepare_bpe_and_template(tmp_path):
+    if not os.path.isdir(os.path.join(HERE, "..", "shared", "tiktoken")):
+        pytest.skip("GPT-2's vocabulary is not at hand")
+    env = {"TIKTOKEN_CACHE_DIR": os.path.abspath(os.path.join(HERE, "..", "shared", "tiktoken"))}
+    rows = [{"q": f"question {i}", "a": "answer"} for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    p = python("data/prepare.py", "x", tmp_path / "a.jsonl", "--template=Q: {q}\\nA: {a}", "--val_fraction=0.2", f"--out={tmp_path / 'o'}", env=env)
+    assert p.returncode == 0, p.stderr
+    code = "import tiktoken, sys; e = tiktoken.get_encoding('gpt2'); print([e.encode_ordinary(f'Q: question {i}\\nA: answer') + [50256] for i in range(50)])"
+    expected = json.loads(python("-c", code, env=env).stdout)
+    parts = [np.fromfile(tmp_path / "o" / f"{s}.bin", dtype=np.uint16).tolist() for s in ("train", "val")]
+    assert sorted(sum(expected, [])) == sorted(parts[0] + parts[1])
+    assert [d for d in expected if d == parts[0][:len(d)]]
+    p = python("data/shakespeare/prepare.py", f"--input={SHAKESPEARE}", f"--out={tmp_path / 's'}", env=env)
+    assert "301,966" in p.stdout and "36,059" in p.stdout  # nanoGPT's numbers
+
+
+def test_tools_prepare_bad_input_is_one_clear_line(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bad.txt").write_bytes(b"abc \xff\xfe")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": "x"}))
+    for source, message in [("empty.txt", "empty"), ("bad.txt", "not UTF-8"), ("a.jsonl", "no column text; it has body"), ("none.txt", "no such file")]:
+        p = prepare([tmp_path / source], tmp_path / "out", tokenizer="bytes")
+        assert p.returncode == 1 and message in p.stderr and "Traceback" not in p.stderr, p.stderr
+    p = prepare(["some/dataset"], tmp_path / "out", tokenizer="bytes")
+    assert p.returncode == 1 and "check the name and the network" in p.stderr and "Traceback" not in p.stderr, p.stderr
+    assert not [f for f in os.listdir(tmp_path / "out") if f.startswith(("train", "val"))]
+
+
+def test_tools_prepare_killed_half_way_leaves_no_data(tmp_path):
+    pytest.importorskip("datasets")
+    with open(tmp_path / "a.jsonl", "w") as f:
+        for _ in range(60):
+            f.writelines(json.dumps({"text": d * 20}) + "\n" for d in documents())
+    p = subprocess.Popen([sys.executable, "data/prepare.py", "x", str(tmp_path / "a.jsonl"), f"--out={tmp_path / 'o'}", "--tokenizer=bytes"], cwd=HERE,
+                         env={**environment(), "HF_HUB_OFFLINE": "1"}, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    end = time.time() + 60
+    while not (os.path.exists(tmp_path / "o" / "train.bin.tmp") and os.path.getsize(tmp_path / "o" / "train.bin.tmp")) and time.time() < end and p.poll() is None:
+        time.sleep(0.01)
+    os.killpg(p.pid, signal.SIGKILL)
+    p.wait()
+    assert not os.path.exists(tmp_path / "o" / "train.bin")
+    with pytest.raises(SystemExit, match="missing"):
+        loader.TokenFiles(str(tmp_path / "o"), "train", 16, 257)
+
+
+def case_huggingface(tmp, path):
+    dist, cfg, model, gpt, optimizer, batches = built(tmp, strategy="full_shard")
+    source = checkpoint.open_source(path, cfg.out_dir, dist)
+    args = source.header["model_args"]
+    cfg = tiny(tmp, strategy="full_shard", **{k: args[k] for k in ("n_layer", "n_head", "n_embd", "bias", "block_size")})
+    model, gpt, optimizer = train.build(fsdp.resolve(cfg, dist), dist, source, args["vocab_size"])
+    with fsdp.inference(model):
+        logits = model(torch.arange(20)[None], torch.arange(20)[None])[0]
+    return logits[0].tolist()
+
+
+def test_tools_huggingface_in_and_out(tmp, tmp_path):
+    """Logits of transformers' own model, loaded here on one process and sharded on two, and back."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=3, n_embd=30, vocab_size=91, n_positions=24)).eval()
+    for name, p in theirs.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(p, std=0.1)
+    theirs.save_pretrained(tmp_path / "hf")
+    idx = torch.arange(20)[None]
+    expected = theirs(idx).logits[0]
+    for logits in values(on_ranks(2, [("hf", "case_huggingface", dict(tmp=tmp, path=str(tmp_path / "hf")))], str(tmp_path)), "hf"):
+        assert (torch.tensor(logits) - expected).abs().max() < 1e-5
+    out = tmp_path / "out"
+    launch(1, *command(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20))
+    p = python("checkpoint.py", "hf", out, tmp_path / "back")
+    assert p.returncode == 0, p.stderr
+    back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
+    ckpt = read_ckpt(out)
+    gpt = GPT(GPTConfig(**ckpt["model_args"])).eval()
+    gpt.load_state_dict(ckpt["model"])
+    assert (gpt(idx, idx)[0] - back(idx).logits).abs().max() < 1e-5
+    assert (back(idx).logits - expected).abs().max() > 1e-3  # it has trained in between
+
+
+def test_tools_sample_from_everything(tmp, tmp_path):
+    out = os.path.join(tmp, "sampled")
+    launch(2, *command(tmp, out, max_iters=2, checkpoint="sharded", dataset=os.path.join(HERE, "data", "python_stdlib")) if os.path.exists(os.path.join(HERE, "data", "python_stdlib", "val.bin"))
+           else command(tmp, out, max_iters=2, checkpoint="sharded"))
+    args = [os.path.join(HERE, "sample.py"), f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=30", "--dtype=float32"]
+    (tmp_path / "p.txt").write_text("import")
+    runs = [python(*args, "--start=import"), python(*args, f"--start=FILE:{tmp_path / 'p.txt'}"), python(*args, "--start=-", stdin="import"), python(*args, "--start=import", "--use_cache=False")]
+    if "python_stdlib" in json.dumps(checkpoint.find(out).header["config"]):
+        assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs[0].stderr
+        assert len({p.stdout for p in runs}) == 1
+    p = python(os.path.join(HERE, "sample.py"), f"--out_dir={tmp_path}")
+    assert p.returncode == 1 and "no checkpoint" in p.stderr and "Traceback" not in p.stderr
+
+
+def test_tools_profile_and_eval_only(tmp):
+    out = os.path.join(tmp, "profile")
+    launch(1, *command(tmp, out, max_iters=14, profile=True, tensorboard=False))
+    with open(os.path.join(out, "trace-0.json")) as f:
+        assert any("aten::mm" in e.get("name", "") or "addmm" in e.get("name", "") for e in json.load(f)["traceEvents"])
+    p = launch(1, *command(tmp, out, init_from="resume", eval_only=True, seed=1337))
+    assert re.search(r"^step 14: train loss \d\.\d{4}, val loss \d\.\d{4}$", p.stdout, re.M) and "iter 14" not in p.stdout
+
+
+def test_tools_log_line_and_metrics(tmp):
+    out = os.path.join(tmp, "metrics")
+    p = launch(1, *command(tmp, out, max_iters=3, log_interval=2, keep_checkpoints=1, reduce_dtype="float32", backend="auto", wandb_log=False, weight_decay=0.0, beta1=0.8, beta2=0.9, decay_lr=False))
+    assert re.search(r"^iter 0: loss \d\.\d{4}, time \d+\.\d\dms, mfu n/a, [\d,]+ tok/s, norm \d+\.\d\d, mem \d\.\d\dGiB, \w+ left$", p.stdout, re.M), p.stdout
+    row = [r for r in read_metrics(out) if "loss" in r][0]
+    assert {"iter", "loss", "perplexity", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale", "peak_memory", "wall_s"} <= row.keys()
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"])) and row["lr"] == TINY["learning_rate"]
+    for package, overrides in (("wandb", dict(wandb_log=True, wandb_project="p", wandb_run_name="r")), ("tensorboard", dict(tensorboard=True))):
+        try:
+            __import__(package)
+        except ImportError:
+            p = python(*command(tmp, out, **overrides))
+            assert p.returncode == 1 and f"pip install {package}" in p.stderr and "Traceback" not in p.stderr
+
+
+# -----------------------------------------------------------------------------
+# README, configs, scripts: what is printed there works
+
+
+def readme():
+    with open(os.path.join(HERE, "README.md")) as f:
+        return f.read()
+
+
+@pytest.mark.parametrize("name", sorted(f for f in os.listdir(os.path.join(HERE, "config")) if f.endswith(".py")))
+def test_readme_every_config_runs_two_steps(tmp, name):
+    path = os.path.join(HERE, "config", name)
+    cfg = load_config([path])
+    assert cfg.n_embd % cfg.n_head == 0
+    small = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, gradient_accumulation_steps=2, max_iters=2, eval_interval=2, eval_iters=1, compile=False,
+                 device="cpu", dtype="float32", dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, "config-" + name), wandb_log=False)
+    small["init_from"] = "scratch"
+    if cfg.strategy == "hybrid_shard":
+        small["shard_group_size"] = 2
+    world = 1 if cfg.strategy in ("", "single") else 2
+    launch(world, os.path.join(HERE, "train.py"), path, *flags(**small))
+
+
+@pytest.mark.parametrize("name", loader.datasets())
+def test_readme_every_prepare_has_help(name):
+    p = python(f"data/{name}/prepare.py", "--help")
+    assert p.returncode == 0 and "prepare.py" in p.stdout
+
+
+def test_readme_names_every_key():
+    missing = [f.name for f in train.fields(Config) if not re.search(rf"`[^`\n]*\b{f.name}\b[^`\n]*`|--{f.name}=", readme())]
+    assert not missing, missing
+
+
+def test_readme_counts_are_computed():
+    for file, count in re.findall(r"^\| `([\w/.]+\.py)` \| (\d+) \|", readme(), re.M):
+        lines = len(open(os.path.join(HERE, file)).read().splitlines())
+        assert lines == int(count), f"README says {file} has {count} lines, it has {lines}"
+
+
+def test_readme_ruff_passes():
+    pytest.importorskip("ruff")
+    p = python("-m", "ruff", "check", HERE)
+    assert p.returncode == 0, p.stdout
+
+
+SHORT = "--max_iters=2 --eval_interval=2 --eval_iters=1 --n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_size=1 --device=cpu --dtype=float32 --compile=False"
+
+
+def readme_commands():
+    """The lines of the README's ```sh blocks, joined over backslashes; those in ```text blocks need a cluster, GPUs or a network."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", readme(), re.M | re.S)
+    return [line for b in blocks for line in b.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+
+
+def test_readme_commands_run(tmp_path):
+    """In a copy of the project, in order, shortened by appended overrides; a fresh environment is .ci/run's part."""
+    import shutil
+    copy = tmp_path / "copy"
+    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__", ".pytest_cache"))
+    lines = readme_commands()
+    assert "python3 -m venv" in lines[0] and "quickstart" in lines[0] and "pytest" in lines[1]
+    for line in lines:
+        parts = [p.strip() for p in line.split("&&")]
+        parts = [p for p in parts if not re.match(r"python3 -m venv|\. \.venv|pip install|python -m pytest", p)]
+        for part in parts:
+            if "train.py" in part and "--help" not in part and "--plot" not in part:
+                part += " " + SHORT + (" --dataset=python_stdlib" if "dataset" not in part else "")
+                if "--init_from=gpt2" in part:
+                    continue
+            if "sample.py" in part:
+                part += " --max_new_tokens=5 --num_samples=1"
+            p = shell("bash", "-c", part, cwd=copy, timeout=180, env={"PYTHONPATH": str(copy), "PATH": os.path.dirname(sys.executable) + ":" + os.environ["PATH"]})
+            assert p.returncode == 0, f"{part}\n{p.stdout}\n{p.stderr}"
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "worker":
-        worker(*sys.argv[2:])
+    {"worker": worker, "kill": lambda n: kill(int(n)), "launches": lambda n: launches(int(n))}[sys.argv[1]](*sys.argv[2:])

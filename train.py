@@ -373,6 +373,24 @@ def optional(package, key):
         raise SystemExit(f"{key}=True needs a package that is not installed: pip install {package}")
 
 
+def start_profiler(cfg, dist):
+    """A running torch.profiler that writes steps 10-12 to out_dir/trace-<rank>.json, and on CUDA their allocations to memory-<rank>.pickle."""
+    from torch.profiler import profile, schedule
+    cuda = dist.device.type == "cuda"
+    if cuda:  # private, and the only way: documented in PyTorch's "Understanding CUDA Memory Usage"
+        torch.cuda.memory._record_memory_history(max_entries=100000)
+
+    def write(prof):
+        prof.export_chrome_trace(os.path.join(cfg.out_dir, f"trace-{dist.rank}.json"))
+        if cuda:
+            torch.cuda.memory._dump_snapshot(os.path.join(cfg.out_dir, f"memory-{dist.rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        print0(dist, f"profile written to {cfg.out_dir}/trace-*.json")
+    prof = profile(schedule=schedule(wait=9, warmup=1, active=3, repeat=1), on_trace_ready=write, record_shapes=True, profile_memory=True)
+    prof.start()
+    return prof
+
+
 def duration(seconds):
     return f"{seconds / 3600:.1f}h" if seconds >= 5400 else f"{seconds / 60:.1f}m" if seconds >= 90 else f"{seconds:.0f}s"
 
@@ -453,13 +471,14 @@ def train(cfg):
 
     # --- the loop (all ranks do the same; only rank 0 prints and writes) ---
     stop = StopSignal(dist)
+    profiler = start_profiler(cfg, dist) if cfg.profile else None
     batch = batches.train(step, 0)
     first_step, t_start = step, time.time()
     t_log, last_logged, tokens_per_s = t_start, step, None
     lossf = float("nan")
     while True:
         # evaluation, checkpoint, and the end
-        if step % cfg.eval_interval == 0 or step == cfg.max_iters:
+        if step % cfg.eval_interval == 0 or step == cfg.max_iters or cfg.eval_only:
             t0 = time.time()
             losses = evaluate(model, batches, cfg, dist)
             print0(dist, f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
@@ -497,6 +516,8 @@ def train(cfg):
             metrics.write(dict(iter=step, loss=lossf, perplexity=perplexity(lossf), lr=optimizer.param_groups[0]["lr"], grad_norm=norm.item(),
                                time_ms=dt * 1000, tokens_per_s=tokens_per_s, mfu=mfu, loss_scale=scale, peak_memory=peak_memory(dist), wall_s=now - t_start))
         step += 1
+        if profiler:
+            profiler.step()
 
         # a scheduler's or the user's signal
         if stop.stop():
@@ -508,6 +529,8 @@ def train(cfg):
             break
 
     # --- leave ---
+    if profiler:
+        profiler.stop()
     if saver:
         saver.wait()
     metrics.close()

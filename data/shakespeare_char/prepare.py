@@ -17,9 +17,16 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def main():
-    here = os.path.dirname(os.path.abspath(__file__))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def characters(part, text):
+    """(tokens of part, meta): every character of the whole text has a number."""
+    chars = sorted(set(text))
+    ids = {c: i for i, c in enumerate(chars)}
+    return [ids[c] for c in part], {"vocab_size": len(chars), "chars": chars}
+
+
+def main(doc, here, tokenize):
+    """Also data/shakespeare's, with another tokenizer."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="a local copy of the text, instead of the download")
     parser.add_argument("--out", default=here, help="directory for train.bin, val.bin and meta.json")
     args = parser.parse_args()
@@ -35,19 +42,17 @@ def main():
     if hashlib.sha256(raw).hexdigest() != SHA256:
         raise SystemExit(f"{args.input or URL}: sha256 is {hashlib.sha256(raw).hexdigest()}, tiny Shakespeare's is {SHA256}")
     text = raw.decode()
-    chars = sorted(set(text))
-    ids = {c: i for i, c in enumerate(chars)}
-    tokens = np.array([ids[c] for c in text], dtype=np.uint16)
-    split = int(0.9 * len(tokens))  # nanoGPT's split: the last tenth validates
+    split = int(0.9 * len(text))  # nanoGPT's split: the last tenth validates
     os.makedirs(args.out, exist_ok=True)
-    for name, part in (("train", tokens[:split]), ("val", tokens[split:])):
+    for name, part in (("train", text[:split]), ("val", text[split:])):
+        tokens, meta = tokenize(part, text)
         tmp = os.path.join(args.out, f"{name}.bin.tmp")
-        part.tofile(tmp)
+        np.array(tokens, dtype=np.uint16).tofile(tmp)
         os.replace(tmp, os.path.join(args.out, f"{name}.bin"))
-        print(f"{name}.bin: {len(part):,} tokens")
+        print(f"{name}.bin: {len(tokens):,} tokens")
     with open(os.path.join(args.out, "meta.json"), "w", encoding="utf-8") as f:
-        json.dump({"vocab_size": len(chars), "chars": chars}, f)
+        json.dump(meta, f)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, os.path.dirname(os.path.abspath(__file__)), characters)

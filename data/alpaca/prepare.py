@@ -1,0 +1,16 @@
+"""
+Alpaca: 52,002 instructions and answers as text, with GPT-2's BPE, for fine-tuning.
+
+    python data/alpaca/prepare.py                 # 10 MB
+    python data/alpaca/prepare.py --limit=10000   # a taste
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from data.prepare import main  # noqa: E402
+
+if __name__ == "__main__":
+    main("alpaca", "tatsu-lab/alpaca", doc=__doc__, val_fraction=0.01,
+         template="### Instruction:\n{instruction}\n{input}\n### Response:\n{output}")

@@ -1,0 +1,15 @@
+"""
+FineWeb-Edu, the 10-billion-token sample, with GPT-2's BPE: about 9.95 billion training tokens (9,672,101 documents).
+
+    python data/fineweb_edu/prepare.py                 # 20 GB
+    python data/fineweb_edu/prepare.py --limit=10000   # a taste
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from data.prepare import main  # noqa: E402
+
+if __name__ == "__main__":
+    main("fineweb_edu", "HuggingFaceFW/fineweb-edu", doc=__doc__, subset="sample-10BT")

@@ -1,0 +1,16 @@
+"""
+Tiny Shakespeare with GPT-2's BPE, for fine-tuning: 301,966 training and 36,059 validation tokens (nanoGPT's split).
+
+    python data/shakespeare/prepare.py                       # downloads 1.1 MB, checks its sha256
+    python data/shakespeare/prepare.py --input=input.txt     # a local copy
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from data.loader import gpt2_bpe  # noqa: E402
+from data.shakespeare_char.prepare import main  # noqa: E402
+
+if __name__ == "__main__":
+    main(__doc__, os.path.dirname(os.path.abspath(__file__)), lambda part, text: (gpt2_bpe().encode_ordinary(part), {"vocab_size": 50304, "tokenizer": "gpt2"}))
