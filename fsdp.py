@@ -257,6 +257,24 @@ def unit_parameters(model, units):
     return out
 
 
+def describe_units(model, cfg, dist):
+    """Lines that show the units: parameters, MiB a rank keeps of them (fp32, padded) and MiB once gathered (dtype); equal neighbours on one line."""
+    units = find_units(model, cfg.wrap_min_params)
+    offloaded = offloaded_units(units, cfg.cpu_offload) | ({""} if cfg.cpu_offload == 1 else set())
+    g, width, groups = cfg.shard_group_size or dist.world_size, DTYPES[cfg.dtype].itemsize, []
+    for name, params in unit_parameters(model, units):
+        shapes = [p.shape for p in params.values()]
+        padded = sum(-(-s[0] // g) * g * s[1:].numel() for s in shapes)
+        key = (sum(s.numel() for s in shapes), padded, sum(p.numel() for p in params.values() if p.requires_grad), name in offloaded)
+        if not groups or groups[-1][0] != key:
+            groups.append((key, []))
+        groups[-1][1].append(name or "root")
+    yield f"{'unit':44s} {'parameters':>13s} {'trained':>13s} {'kept, MiB':>10s} {'gathered, MiB':>14s}  in"
+    for (n, padded, trained, host), names in groups:
+        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} units, each)"
+        yield f"{label:44s} {n:13,d} {trained:13,d} {padded * 4 / g / 2**20:10.2f} {padded * width / 2**20:14.2f}  {'host' if host else dist.device.type} memory"
+
+
 def offloaded_units(units, fraction):
     """The names of the units that live in host memory: `fraction` of them, spread evenly so that copies overlap with the others' compute."""
     return {name for i, (name, _) in enumerate(units) if int((i + 1) * fraction + 1e-9) > int(i * fraction + 1e-9)}

@@ -807,8 +807,27 @@ def case_persistent_bytes(tmp, **overrides):
     trained = [p for p in params if p.requires_grad]
     result = dict(params=size(params), grads=sum((g.to_local() if hasattr(g, "to_local") else g).numel() * 4 for g in (p.grad for p in trained)),
                   moments=size(optimizer.state[p][k] for p in trained for k in checkpoint.MOMENTS),
+                  units=[] if cfg.strategy not in fsdp.SHARDED else list(fsdp.describe_units(gpt, cfg, dist)),
                   frozen_grads=[n for n, p in gpt.named_parameters() if not p.requires_grad and (p.grad is not None or p in optimizer.state)])
     return result
+
+
+@pytest.mark.parametrize("world, i", [(w, i) for w in (2, 3, 4) for i, c in enumerate(BYTES) if (c["strategy"] == "hybrid_shard") <= (w == 4)])
+def test_mechanisms_bytes_kept_by_a_rank_are_the_formula(ranks, world, i):
+    """Parameters padded to ceil(rows / g), gradients and moments of the rank's own rows, of what trains; 4 bytes each."""
+    case = BYTES[i]
+    g = 1 if case["strategy"] == "ddp" else 2 if case["strategy"] == "hybrid_shard" else world
+    gpt = small_gpt(n_layer=3, n_head=3, n_embd=30, block_size=16)
+    frozen = {n for n, _ in gpt.named_parameters() if case.get("freeze") and re.search(case["freeze"], n)}
+    for rank, r in enumerate(values(ranks(world), f"bytes-{i}-{world}")):
+        kept = trained = 0
+        for name, p in gpt.named_parameters():
+            rows, rest = -(-p.shape[0] // g), math.prod(p.shape[1:])
+            kept += rows * rest * 4
+            if name not in frozen:
+                trained += max(0, min(p.shape[0] - (rank % g) * rows, rows)) * rest * 4
+        assert (r["params"], r["grads"], r["moments"]) == (kept, trained, 2 * trained) and r["frozen_grads"] == []
+        assert r["units"] == [] or len(r["units"]) >= 3
 
 
 # -----------------------------------------------------------------------------

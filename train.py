@@ -457,6 +457,11 @@ def train(cfg):
     n_params = sum(p.numel() for p in gpt.parameters())
     print0(dist, f"{n_params / 1e6:.2f}M parameters, strategy {cfg.strategy}, {dist.world_size} x {dist.device.type}, {cfg.dtype}, "
                  f"{tokens_per_step:,} tokens a step, epoch = {len(batches.files['train']) * cfg.block_size / tokens_per_step:,.0f} steps")
+    trained = sum(p.numel() for p in gpt.parameters() if p.requires_grad)
+    if trained < n_params:
+        print0(dist, f"{n_params - trained:,} parameters are frozen: {(n_params - trained) * 12 / 2**20:.1f} MiB of gradients and moments do not exist (over all shards)")
+    if cfg.strategy in fsdp.SHARDED:
+        print0(dist, "\n".join(fsdp.describe_units(gpt, cfg, dist)))
     if source:
         print0(dist, f"starting from {source.path} at step {step}")
 
