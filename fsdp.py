@@ -35,6 +35,7 @@ Sources: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP); PyTorch's torc
 import ctypes
 import os
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -145,6 +146,8 @@ def resolve(cfg, dist, distributed=True):
         error("shard_group_size", f"{W} processes do not divide into groups of {group}; use a divisor of {W}")
     if cfg.activation_offload and cfg.compile and cfg.activation_checkpointing == "none":
         error("activation_offload", "compiled code keeps its activations out of reach; use activation_checkpointing=full, or compile=False")
+    if cfg.compile and dist.device.type == "cpu" and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "clang++")):
+        error("compile", "compiling for a CPU needs a C++ compiler; install g++ or use compile=False")
     return replace(cfg, strategy=strategy, dtype=best_dtype(dist.device) if cfg.dtype == "auto" else cfg.dtype,
                    shard_group_size=group if strategy == "hybrid_shard" else 0,
                    grad_sync=("last" if strategy == "ddp" else "every") if cfg.grad_sync == "auto" else cfg.grad_sync)
