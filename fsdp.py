@@ -76,7 +76,7 @@ def setup(cfg):
         raise SystemExit(f"strategy={cfg.strategy} needs torchrun: torchrun --standalone --nproc_per_node=2 {' '.join(sys.argv)}")
     cfg = resolve(cfg, dist, "RANK" in env)
     if dist.device.type == "cpu":
-        keep_freed_memory()
+        tune_malloc(cfg.strategy in SHARDED)
     if "RANK" not in env:
         return dist, cfg
     if dist.device.type == "cuda":
@@ -89,17 +89,21 @@ def setup(cfg):
     return dist, cfg
 
 
-def keep_freed_memory():
+def tune_malloc(sharded):
     """
-    Let malloc keep what the process frees (Linux, CPU training).
+    What glibc does with freed memory (CPU training on Linux; elsewhere nothing happens).
 
-    Activations are freed and allocated again every step; by default glibc hands them to the kernel in between and
-    every page is faulted in anew, an eighth of the step of a 10M model. Elsewhere this does nothing.
+    single and ddp: keep it. By default activations go back to the kernel after every step and each page is faulted in
+    anew, an eighth of the step of a 10M model. Sharded: give large blocks back at once. Kept, gathered units of many
+    sizes fragment the heap until nothing is saved (85M parameters on 2 ranks: 2.3 GB a rank instead of 1.1, DDP 1.7).
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings, which are unmapped when freed
+        if sharded:
+            libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: blocks from 1 MiB on are mappings of their own
+        else:
+            libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
+            libc.mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings
     except (OSError, AttributeError):
         pass
 

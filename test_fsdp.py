@@ -1187,6 +1187,21 @@ def test_fault_a_signal_saves_and_leaves(tmp, world, number):
     assert f"at step {done}" in p.stdout and len(losses(out)) == done + 2
 
 
+def test_fault_a_second_signal_stops_at_once(tmp):
+    code = "import fsdp, train, os, signal, time; s = train.StopSignal(fsdp.Dist()); k = lambda: os.kill(os.getpid(), signal.SIGTERM); k(); k(); assert s.stop(); time.sleep(2.2); k(); print('alive')"
+    p = python("-c", code)
+    assert p.returncode == -signal.SIGTERM and "alive" not in p.stdout
+
+
+def test_fault_a_signal_to_torchrun_reaches_the_ranks(tmp):
+    out = os.path.join(tmp, "signal-agent")
+    p = start(2, command(tmp, out, max_iters=100000, eval_interval=100000), tmp)
+    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 5,')
+    p.send_signal(signal.SIGTERM)
+    text = finish(p)
+    assert "stopped by a signal" in text and read_ckpt(out)["iter_num"] == len(losses(out)), text
+
+
 def children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as f:
         return [int(c) for c in f.read().split()]

@@ -287,10 +287,11 @@ class StopSignal:
         self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def handle(self, number, frame):
-        if self.received:
+        if self.received and time.time() - self.since > 2:  # sooner, it is the first one again: torchrun forwards what the terminal also sends
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.received = number
+        if not self.received:
+            self.received, self.since = number, time.time()
 
     def start(self):
         if self.dist.world_size > 1:

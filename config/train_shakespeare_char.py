@@ -1,7 +1,9 @@
-# A character-level GPT on tiny Shakespeare: nanoGPT's CPU setting (it reaches a validation loss of 1.88 there).
+# A character-level GPT on tiny Shakespeare, nanoGPT's model, context and batch for CPUs, with a schedule that gets there sooner.
 #   python data/shakespeare_char/prepare.py && python train.py config/train_shakespeare_char.py
-# On a GPU take nanoGPT's larger one (1.47 there after 5,000 steps):
-#   --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64 --dropout=0.2 --max_iters=5000 --lr_decay_iters=5000
+# Measured (2 cores): validation loss 1.860 over the whole split after these 1,250 steps. nanoGPT's own schedule,
+#   --learning_rate=1e-3 --min_lr=1e-4 --max_iters=2000 --lr_decay_iters=2000, gives 1.894 (nanoGPT itself: 1.904 on the same windows)
+# On a GPU take nanoGPT's larger model (1.47 there after 5,000 steps):
+#   --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64 --dropout=0.2 --learning_rate=1e-3 --max_iters=5000 --lr_decay_iters=5000
 
 out_dir = 'out-shakespeare-char'
 dataset = 'shakespeare_char'
@@ -12,17 +14,19 @@ n_head = 4
 n_embd = 128
 block_size = 64
 dropout = 0.0
+bias = True
+weight_decay = 0.0  # 0.1 without biases ends 0.017 worse: one and a half epochs do not overfit
 
 # 12 * 64 = 768 tokens a step; an epoch is 1,003,854 / 768 = 1,307 steps
 batch_size = 12
 gradient_accumulation_steps = 1
 
-learning_rate = 1e-3
+learning_rate = 4e-3  # 4 x nanoGPT's; 6e-3 ended worse
 min_lr = 1e-4
 beta2 = 0.99
 warmup_iters = 100
-max_iters = 2000
-lr_decay_iters = 2000
+max_iters = 1250
+lr_decay_iters = 1250
 
 eval_interval = 250
 eval_iters = 200  # 200 * 12 * 64 = 153,600 > 111,540: the whole validation split
