@@ -42,7 +42,7 @@ class TokenFiles:
                              f"dataset must be one of {', '.join(datasets())} (or a directory with {split}.bin)"))
         self.files = [open_tokens(path) for path in paths]
         # the last window's last target needs one token more: n windows take n * block_size + 1 tokens
-        windows = [(len(tokens) - 1) // block_size for tokens in self.files]
+        windows = [max(0, len(tokens) - 1) // block_size for tokens in self.files]
         self.starts = np.cumsum([0] + windows)
         if len(self) < 1:
             raise SystemExit(f"{paths[0]}: {sum(map(len, self.files))} tokens, block_size={block_size} needs at least {block_size + 1}; use a smaller --block_size")
