@@ -1428,6 +1428,7 @@ def case_huggingface(tmp, path):
 
 def test_tools_huggingface_in_and_out(tmp, tmp_path):
     """Logits of transformers' own model, loaded here on one process and sharded on two, and back."""
+    pytest.importorskip("safetensors")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_head=3, n_embd=30, vocab_size=91, n_positions=24)).eval()
