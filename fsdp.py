@@ -148,6 +148,8 @@ def resolve(cfg, dist, distributed=True):
     group = cfg.shard_group_size or dist.local_world_size
     if strategy == "hybrid_shard" and W % group:
         error("shard_group_size", f"{W} processes do not divide into groups of {group}; use a divisor of {W}")
+    if cfg.activation_offload and cfg.activation_checkpointing == "selective":
+        error("activation_offload", "selective checkpointing keeps its products in a cache of PyTorch's, out of reach; use activation_checkpointing=full or none")
     if cfg.activation_offload and cfg.compile and cfg.activation_checkpointing == "none":
         error("activation_offload", "compiled code keeps its activations out of reach; use activation_checkpointing=full, or compile=False")
     if cfg.compile and dist.device.type == "cpu" and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "clang++")):
@@ -267,7 +269,7 @@ def unit_parameters(model, units):
 def describe_units(model, cfg, dist):
     """Lines that show the units: parameters, MiB a rank keeps of them (fp32, padded) and MiB once gathered (dtype); equal neighbours on one line."""
     units = find_units(model, cfg.wrap_min_params)
-    offloaded = offloaded_units(units, cfg.cpu_offload) | ({""} if cfg.cpu_offload == 1 else set())
+    offloaded = offloaded_units(units, cfg.cpu_offload)
     g, width, groups = cfg.shard_group_size or dist.world_size, DTYPES[cfg.dtype].itemsize, []
     for name, params in unit_parameters(model, units):
         shapes = [p.shape for p in params.values()]
@@ -283,8 +285,23 @@ def describe_units(model, cfg, dist):
 
 
 def offloaded_units(units, fraction):
-    """The names of the units that live in host memory: `fraction` of them, spread evenly so that copies overlap with the others' compute."""
-    return {name for i, (name, _) in enumerate(units) if int((i + 1) * fraction + 1e-9) > int(i * fraction + 1e-9)}
+    """
+    The names of the units that live in host memory: `fraction` of them, spread evenly so that copies overlap with
+    the others' compute; at 1 the root (name '') too.
+    """
+    spread = {name for i, (name, _) in enumerate(units) if int((i + 1) * fraction + 1e-9) > int(i * fraction + 1e-9)}
+    return spread | ({""} if fraction == 1 else set())
+
+
+def without_backward(model, units):
+    """The first units, as many as are frozen from the input up to their end: backward never reaches them."""
+    before, out = [p for module in (model.transformer.wte, model.transformer.wpe) for p in module.parameters()], []
+    for name, unit in units:
+        before += unit.parameters()
+        if any(p.requires_grad for p in before):
+            break
+        out.append((name, unit))
+    return out
 
 
 def make_mesh(cfg, dist):
@@ -300,12 +317,13 @@ def make_mesh(cfg, dist):
 # parallelize: the order matters, see the numbers
 
 
-def parallelize(model, cfg, dist):
+def parallelize(model, cfg, dist, mesh=None):
     """
     Make `model` (a GPT on the meta device) what cfg.strategy says, with memory but without values; returns what to call.
 
     The GPT itself keeps its names and stays usable for everything but calling it: fully_shard works in place, DDP wraps.
-    All ranks; values come next, from `GPT.init_weights(seed, write_full)` or a checkpoint.
+    All ranks; values come next, from `GPT.init_weights(seed, write_full)` or a checkpoint. mesh: make_mesh's, where it
+    must exist before (plan.py's simulation).
     """
     # 1) freeze first: FSDP2 reads requires_grad when it groups parameters, DDP when it builds buckets
     freeze(model, cfg.freeze)
@@ -338,10 +356,10 @@ def parallelize(model, cfg, dist):
 
     # 4) shard the units, inner before outer, then the root, which takes what is left (wte and lm_head stay tied there)
     units = find_units(model, cfg.wrap_min_params)
-    offloaded = offloaded_units(units, cfg.cpu_offload) | ({""} if cfg.cpu_offload == 1 else set())
+    offloaded = offloaded_units(units, cfg.cpu_offload)
     on_host = {id(p) for name, params in unit_parameters(model, units) if name in offloaded for p in params.values()}
     host_names = {name for name, p in model.named_parameters() if id(p) in on_host}
-    shard = partial(fully_shard, mesh=make_mesh(cfg, dist), mp_policy=MixedPrecisionPolicy(
+    shard = partial(fully_shard, mesh=mesh or make_mesh(cfg, dist), mp_policy=MixedPrecisionPolicy(
         param_dtype=DTYPES[cfg.dtype] if cfg.dtype != "float32" else None,  # compute and all-gather; masters stay fp32
         reduce_dtype=DTYPES[cfg.reduce_dtype]))  # left out, gradients would be summed in param_dtype
     for name, module in units + [("", model)]:
@@ -355,11 +373,7 @@ def parallelize(model, cfg, dist):
     model._apply(lambda t: torch.empty_like(t, device="cpu" if id(t) in on_host else dist.device))
 
     # frozen from the input up to here: no backward runs through these units, but FSDP2's prefetch would gather them for it
-    before = [p for module in (model.transformer.wte, model.transformer.wpe) for p in module.parameters()]
-    for _, unit in units:
-        before += unit.parameters()
-        if any(p.requires_grad for p in before):
-            break
+    for _, unit in without_backward(model, units):
         unit.set_unshard_in_backward(False)
 
     # 6) prefetch: unit i asks for the next n (forward) or the previous n (backward) before it computes
@@ -396,7 +410,7 @@ def checkpoint_activations(block, mode, offload, device):
     The method is patched instead of the module wrapped, so that parameter names do not change.
     """
     if mode != "none":
-        kept = partial(create_selective_checkpoint_contexts, partial(selective_policy, offload)) if mode == "selective" else None
+        kept = partial(create_selective_checkpoint_contexts, selective_policy) if mode == "selective" else None
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **({"context_fn": kept} if kept else {}))
     if offload:
         inner = block.forward
@@ -407,11 +421,10 @@ def checkpoint_activations(block, mode, offload, device):
         block.forward = forward
 
 
-def selective_policy(offload, ctx, op, *args, **kwargs):
-    """Keep what is expensive to compute again: products and attention; with offload in host memory, where this PyTorch can."""
-    if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm) or "_scaled_dot_product" in str(op):
-        return getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", CheckpointPolicy.MUST_SAVE) if offload else CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def selective_policy(ctx, op, *args, **kwargs):
+    """Keep what is expensive to compute again: products and attention."""
+    expensive = op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm) or "_scaled_dot_product" in str(op)
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def to_host(device, t):

@@ -54,12 +54,19 @@ class KVCache:
         return k, v
 
 
+def explicit_attention(device_type, dtype, T):
+    """
+    Is attention written out faster than PyTorch's fused kernel? On CPUs in bf16, whose kernel is slow (backward above all):
+    at T = 64 / 128 / 256 it took 0.09 / 0.2 / 0.45 of its time on a CPU with AMX. From T = 512 on the T x T matrix
+    costs more than it saves; in fp32 always.
+    """
+    return device_type == "cpu" and dtype == torch.bfloat16 and 1 < T <= 256
+
+
 def attend(q, k, v, dropout):
     """Causal attention: q (B, nh, T, hs) against k and v of the same length, or one new q (T = 1) against all that a cache holds."""
     B, nh, T, hs = q.size()
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= 256:
-        # PyTorch's fused CPU kernel is slow in bf16 (backward above all): at T = 64 / 128 / 256 this took 0.09 / 0.2 / 0.45
-        # of its time on a CPU with AMX. From T = 512 on the T x T matrix costs more than it saves; in fp32 always.
+    if explicit_attention(q.device.type, q.dtype, T):
         mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
         scores = torch.baddbmm(mask, q.reshape(-1, T, hs), k.reshape(-1, T, hs).transpose(1, 2), alpha=1 / math.sqrt(hs))
         return torch.bmm(F.dropout(F.softmax(scores, dim=-1), dropout), v.reshape(-1, T, hs)).view(B, nh, T, hs)

@@ -1,10 +1,11 @@
 """
-The proofs, grouped: config, data, model, parity, mechanisms, checkpoints, faults, README.
+The proofs, grouped: config, data, model, parity, mechanisms, plan, checkpoints, faults, tools, README.
 
     python -m pytest -q test_fsdp.py                        # all, on CPU with gloo; GPU tests skip themselves without one
     python -m pytest -q test_fsdp.py -k parity
     python test_fsdp.py kill 50                             # the long kill test: 50 runs killed at random moments (10 minutes)
     python test_fsdp.py launches 200                        # 200 two-rank launches that must all exit with 0 (20 minutes)
+    python test_fsdp.py simulations                         # plan.py's formulas against simulations, 124M to 13B, 1 to 512 ranks (15 minutes)
 
 Multi-process cases run together: one torchrun per world size runs all cases of that size (worker() below) and writes what
 each found; the tests then compare with plain single-process PyTorch, with closed formulas, or with FSDP2-NOTES' figures.
@@ -33,6 +34,7 @@ sys.path.insert(0, HERE)
 
 import checkpoint  # noqa: E402
 import fsdp  # noqa: E402
+import plan  # noqa: E402
 import train  # noqa: E402
 from data import loader  # noqa: E402
 from model import GPT, GPTConfig, initial_value  # noqa: E402
@@ -282,6 +284,7 @@ def test_config_combinations_without_meaning(tmp):
         (two, dict(strategy="full_shard", shard_group_size=2), "shard_group_size"),
         (four, dict(strategy="hybrid_shard", shard_group_size=3), "groups of 3"),
         (two, dict(strategy="full_shard", activation_offload=True, compile=True), "activation_offload"),
+        (two, dict(strategy="full_shard", activation_offload=True, activation_checkpointing="selective"), "full or none"),
         (two, dict(strategy="full_shard", backend="nccl"), "NCCL"),
         (fsdp.Dist(), dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
         (fsdp.Dist(), dict(strategy="single", grad_sync="last"), "grad_sync"),
@@ -522,7 +525,7 @@ FACTORS = dict(
 
 def allowed(case):
     sharded_only = case["cpu_offload"] or case["wrap_min_params"] or case["prefetch_blocks"]
-    return not (case["strategy"] == "ddp" and sharded_only) and not (case["compile"] and case["activation_offload"] and case["activation_checkpointing"] == "none")
+    return not (case["strategy"] == "ddp" and sharded_only) and not (case["activation_offload"] and case["activation_checkpointing"] in ("selective", "none" if case["compile"] else ""))
 
 
 def pairwise():
@@ -543,7 +546,7 @@ def pairwise():
 
 # without biases: five steps of Adam blow the rounding noise of LayerNorm's bias up to 1.3e-5
 PAIRWISE = {f"pair{i}": {**case, "bias": False} for i, case in enumerate(pairwise())}
-BASIC = {2: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op"), "single_under_torchrun": None},
+BASIC = {1: {}, 2: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op"), "single_under_torchrun": None},
          3: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op", grad_sync="last")},
          4: {"full": dict(strategy="full_shard"), "hybrid": dict(strategy="hybrid_shard", shard_group_size=2), "zero2": dict(strategy="shard_grad_op")}}
 
@@ -551,7 +554,7 @@ BASIC = {2: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "
 def cases_for(world):
     cases = [(f"{name}-{world}", "run_training", dict(name=f"{name}-{world}", **c)) for name, c in BASIC[world].items() if c]
     for name, case in PAIRWISE.items():
-        if (case["strategy"] == "hybrid_shard") == (world == 4) and world != 3:
+        if (case["strategy"] == "hybrid_shard") == (world == 4) and world in (2, 4):
             group = dict(shard_group_size=2) if world == 4 else {}
             cases.append((name, "run_training", dict(name=name, **case, **group)))
     if world == 2:
@@ -750,7 +753,7 @@ def case_collectives(tmp, **overrides):
     steps(*run, first=2)
     units = [{n: list(p.shape) for n, p in params.items() if p.requires_grad} for _, params in fsdp.unit_parameters(run[3], fsdp.find_units(run[3]))]
     every = [{n: list(p.shape) for n, p in params.items()} for _, params in fsdp.unit_parameters(run[3], fsdp.find_units(run[3]))]
-    return dict(counts={str(k).split(".")[1]: v for k, v in comm.get_comm_counts().items()}, traffic=traffic, buckets=buckets, trained=units, all=every)
+    return dict(planned=plan.traffic(gpt, cfg, dist), counts={str(k).split(".")[1]: v for k, v in comm.get_comm_counts().items()}, traffic=traffic, buckets=buckets, trained=units, all=every)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -789,6 +792,7 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, world, grad_syn
         assert sum(reduced) == sum(map(padded, trained)) // shard * 4
     else:
         assert reduced == []
+    assert r["planned"] == {**moved, **({"all_reduce": sum(reduced)} if reduced else {})}  # plan.py's formula
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -797,6 +801,7 @@ def test_mechanisms_ddp_reduces_what_trains(ranks, grad_sync, option):
     r = values(ranks(2), f"coll-ddp-{grad_sync}-{option}")[0]
     trained = sum(math.prod(s) for u in r["trained"] for s in u.values())
     assert sum(r["buckets"]) == trained * (3 if grad_sync == "every" else 1)
+    assert r["planned"] == {"all_reduce": sum(r["buckets"]) * 4}
 
 
 def case_persistent_bytes(tmp, **overrides):
@@ -809,18 +814,18 @@ def case_persistent_bytes(tmp, **overrides):
     def size(tensors):
         local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}.values())
-    params = list(gpt.parameters())
     fsdp.reshard(model)
     params = list(gpt.parameters())
     trained = [p for p in params if p.requires_grad]
     result = dict(params=size(params), grads=sum((g.to_local() if hasattr(g, "to_local") else g).numel() * 4 for g in (p.grad for p in trained)),
                   moments=size(optimizer.state[p][k] for p in trained for k in checkpoint.MOMENTS),
                   units=[] if cfg.strategy not in fsdp.SHARDED else list(fsdp.describe_units(gpt, cfg, dist)),
+                  planned=plan.kept(plan.find_units(gpt, cfg, dist), 1 if cfg.strategy == "ddp" else cfg.shard_group_size or dist.world_size),
                   frozen_grads=[n for n, p in gpt.named_parameters() if not p.requires_grad and (p.grad is not None or p in optimizer.state)])
     return result
 
 
-@pytest.mark.parametrize("world, i", [(w, i) for w in (2, 3, 4) for i, c in enumerate(BYTES) if (c["strategy"] == "hybrid_shard") <= (w == 4)])
+@pytest.mark.parametrize("world, i", [(w, i) for w in (1, 2, 3, 4) for i, c in enumerate(BYTES) if (c["strategy"] == "hybrid_shard") <= (w == 4)])
 def test_mechanisms_bytes_kept_by_a_rank_are_the_formula(ranks, world, i):
     """Parameters padded to ceil(rows / g), gradients and moments of the rank's own rows, of what trains; 4 bytes each."""
     case = BYTES[i]
@@ -836,6 +841,129 @@ def test_mechanisms_bytes_kept_by_a_rank_are_the_formula(ranks, world, i):
                 trained += max(0, min(p.shape[0] - (rank % g) * rows, rows)) * rest * 4
         assert (r["params"], r["grads"], r["moments"]) == (kept, trained, 2 * trained) and r["frozen_grads"] == []
         assert r["units"] == [] or len(r["units"]) >= 3
+        device, host = r["planned"]  # one kind of memory on a CPU
+        assert [device[k] + host[k] for k in ("parameters", "gradients", "Adam")] == [r["params"], r["grads"], r["moments"]]
+        assert sum(host.values()) == (0 if not case.get("cpu_offload") else kept + 3 * trained if case["cpu_offload"] == 1 else sum(host.values()))
+        assert (sum(host.values()) > 0) == (case.get("cpu_offload", 0) > 0)
+
+
+# -----------------------------------------------------------------------------
+# plan: the formulas against a simulation, the literature, and the command
+
+MACHINE = dict(gpus_per_node=8, gpu_memory=80 * 2**30, host_memory=math.inf, flops=None, bandwidth=None, network=None)
+WIDE = ("--n_embd=1536", "--batch_size=1", "--block_size=64", "--activation_checkpointing=full")  # parameters dominate, not activations
+
+
+def simulated(W, argv):
+    """(bytes at the peak by formula, by simulation) of rank 0 of W."""
+    base = ["--n_layer=3", "--n_head=12", "--n_embd=384", "--block_size=512", "--batch_size=4", "--dtype=bfloat16", f"--gradient_accumulation_steps={W}"]
+    gpt, cfg, dist = plan.resolve(load_config([*base, *argv]), W, MACHINE, 50304)
+    _, total, formula = plan.simulate(cfg, dist, 50304)
+    return formula, total
+
+
+@pytest.mark.parametrize("W, argv", [
+    (1, ["--strategy=full_shard"]), (8, ["--activation_checkpointing=selective"]), (512, ["--activation_checkpointing=full"]), (64, WIDE), (8, WIDE),
+    (1, ["--strategy=single"]), (1, ["--strategy=single", "--dtype=float32", *WIDE]), (8, ["--strategy=ddp"]), (8, ["--strategy=ddp", *WIDE]),
+    (8, ["--strategy=shard_grad_op"]), (8, ["--strategy=shard_grad_op", *WIDE]), (16, ["--strategy=hybrid_shard", "--shard_group_size=4"]),
+    (8, ["--gradient_accumulation_steps=32"]), (8, ["--gradient_accumulation_steps=16", "--grad_sync=last", *WIDE]),
+    (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16", "--grad_sync=last"]),
+    (8, [r"--freeze=wte|wpe|h\.[01]\."]), (8, ["--freeze=mlp"]), (8, ["--cpu_offload=0.5", *WIDE]), (8, ["--activation_offload=True"]),
+    (8, ["--wrap_min_params=100000"]), (8, ["--prefetch_blocks=2", *WIDE]), (8, ["--reduce_dtype=bfloat16", "--dtype=float16", "--bias=True"]),
+])
+def test_plan_formula_is_the_simulation(W, argv):
+    """Within 5%; the whole table, 124M to 13B, is `python test_fsdp.py simulations`."""
+    formula, total = simulated(W, argv)
+    assert formula == pytest.approx(total, rel=0.05), f"by formula {formula / 2**20:.1f} MiB, simulated {total / 2**20:.1f}"
+
+
+def simulations():
+    sizes = {"124M": (12, 12, 768, 1024, 12), "1.5B": (48, 25, 1600, 1024, 8), "13B": (40, 40, 5120, 2048, 2)}
+    worst = 0
+    for name, shape in sizes.items():
+        for W in (1, 8, 64, 512):
+            for mode in ("none", "selective", "full"):
+                formula, total = simulated(W, ["--strategy=full_shard", f"--activation_checkpointing={mode}",
+                                               *(f"--{k}={v}" for k, v in zip(("n_layer", "n_head", "n_embd", "block_size", "batch_size"), shape))])
+                worst = max(worst, abs(formula / total - 1))
+                print(f"{name:5s} {W:4d} ranks, {mode:10s} formula {formula / 1e9:8.3f} GB, simulated {total / 1e9:8.3f} GB: {formula / total - 1:+.2%}", flush=True)
+    print(f"largest difference {worst:.2%}")
+
+
+def test_plan_zero_accounting_is_the_papers():
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs."""
+    p = python("plan.py", "--accounting=zero", "--params=7.5e9", "--world_size=64")
+    assert re.findall(r"([\d.]+) GB", p.stdout) == ["120.0", "31.4", "16.6", "1.9"]
+
+
+def test_plan_sent_bytes_are_a_rings():
+    """A ring sends (W - 1) / W of the buffer for a gather or a scatter and twice that for an all-reduce; a group inside a node uses its fast links."""
+    dist = fsdp.Dist(world_size=16, local_world_size=8)
+    for cfg, traffic, expected in [
+            (Config(strategy="ddp"), {"all_reduce": 1600}, (0, 3000)), (Config(strategy="full_shard"), {"all_gather": 1600, "reduce_scatter": 800}, (0, 2250)),
+            (Config(strategy="hybrid_shard", shard_group_size=8), {"all_gather": 800, "reduce_scatter": 800, "all_reduce": 100}, (1400, 100))]:
+        assert plan.sent(traffic, cfg, dist, 8) == expected
+    assert plan.step_seconds(1e12, (2e9, 1e9), 1e12, 4, 0.5) == 2.5 and plan.step_seconds(4e12, (2e9, 1e9), 1e12, 4, 0.5) == 4 and plan.step_seconds(1, (1, 1), None, 1, 1) is None
+
+
+def test_plan_flops_count_recomputation_and_frozen_parameters():
+    cfg = Config(n_layer=2, n_head=2, n_embd=64, block_size=32, batch_size=1, gradient_accumulation_steps=1, strategy="single")
+    n, blocks, T = 50304 * 64, 2 * 12 * 64**2, 32
+    base = (6 * (n + blocks + 5 * 64) + 12 * 2 * 64 * T) * T  # 5: the LayerNorms' weights
+    assert plan.flops(plan.build(cfg, 50304), cfg, fsdp.Dist()) == base
+    again = train.replace(cfg, activation_checkpointing="full")
+    assert plan.flops(plan.build(again, 50304), again, fsdp.Dist()) == pytest.approx(base + (2 * blocks + 4 * 2 * 64 * T) * T, rel=1e-4)
+    frozen = train.replace(cfg, freeze="mlp")
+    assert plan.flops(plan.build(frozen, 50304), frozen, fsdp.Dist()) == base - 2 * (2 * 8 * 64**2) * T
+
+
+def test_plan_command_175b_is_fast_and_small():
+    """By formula, after import, in under 2 seconds and 4 GB."""
+    code = ("import plan, time, resource; t = time.time(); plan.main(['config/gpt3_175b.py', '--world_size=1024', '--gpu=H100', '--bandwidth=450', '--network=50']);"
+            "print('took', time.time() - t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)")
+    p = python("-c", code)
+    seconds, gib = map(float, p.stdout.split("took ")[1].split())
+    assert gib < 4 and seconds < 20, p.stdout  # 2 seconds on a quiet machine; this only guards against another order of magnitude
+    fits = {line.split()[0]: "  yes " in line for line in p.stdout.splitlines() if line.startswith(fsdp.STRATEGIES)}
+    assert fits == dict(single=False, ddp=False, shard_grad_op=False, full_shard=True, hybrid_shard=True)
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["config/gpt3_13b.py", "--gpu_memory=139", "--host_memory=128"], r"--cpu_offload=0\.\d+ does: [\d.]+ GiB a GPU, \d+ GiB of host memory"),
+    (["config/gpt3_13b.py", "--gpu_memory=139", "--host_memory=16"], r"nothing fits as it is; \d+ GPUs and"),
+    (["config/gpt3_13b.py", "--world_size=8"], r"take --strategy=shard_grad_op"),
+    (["config/train_gpt2_xl.py", "--world_size=8", "--gpu_memory=10"], r"--activation_checkpointing=full does"),
+    (["config/train_gpt2_xl.py", "--world_size=8", "--gpu_memory=6"], r"--activation_checkpointing=full --batch_size=\d --gradient_accumulation_steps=\d+ does"),
+    (["config/train_gpt2_xl.py", "--gpu_memory=0.5"], r"a smaller model or block_size is needed"),
+])
+def test_plan_advice_is_the_smallest_change_that_fits(capsys, argv, message):
+    plan.main(argv)
+    advice = capsys.readouterr().out.strip().splitlines()[-1]
+    assert re.search(message, advice), advice
+    change = re.findall(r"--cpu_offload=([\d.]+)", advice)
+    if change:  # it fits, and a block less would not
+        machine = {**MACHINE, "gpu_memory": 139 * 2**30}
+        cfg, least = load_config(["config/gpt3_13b.py"]), round(float(change[0]) * 40)
+        fits = [plan.plan(*plan.resolve(train.replace(cfg, cpu_offload=i / 40), 1, machine, 50304), machine)["fits"] for i in (least - 1, least)]
+        assert fits == [False, True]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["config/gpt3_175b.py", "--world_size=96"], "shard_group_size=128"), (["--world_size=0"], "--world_size=0"), (["--world_size=1.5"], "whole number"),
+    (["--gpu_memory=-1"], "--gpu_memory=-1 must be a number"), (["--gpu=H101"], "--gpu=H101 is not listed; use one of"), (["--bandwidth=fast"], "--bandwidth=fast"),
+    (["--accounting=zero"], "--params=7.5e9"), (["--n_lyaer=2"], "did you mean n_layer"), (["--flops=nan"], "--flops=nan"),
+])
+def test_plan_bad_input_is_one_clear_line(argv, message):
+    p = python("plan.py", *argv)
+    assert p.returncode == 1 and message in p.stderr and p.stderr.count("\n") == 1, p.stderr
+
+
+def test_plan_prints_in_a_run_and_the_measured_peak_beside_it(tmp):
+    out = launch(1, *command(tmp, os.path.join(tmp, "planned"), max_iters=3)).stdout
+    cfg = tiny(tmp, strategy="single", grad_sync="every")
+    expected = plan.plan(plan.build(cfg, 67), cfg, fsdp.Dist())
+    assert plan.summary(expected) in out and expected["parameters"] == 4 * sum(p.numel() for p in plan.build(cfg, 67).parameters())
+    assert re.search(rf"memory: peak [\d.]+ MiB after 2 steps, over the [\d.]+ MiB before the model was built; planned {plan.size(expected['peak'])}", out), out
 
 
 # -----------------------------------------------------------------------------
@@ -959,8 +1087,9 @@ def test_units_by_size(ranks):
 
 def test_units_offload_is_spread():
     units = [(str(i), None) for i in range(8)]
-    assert [len(fsdp.offloaded_units(units, f)) for f in (0, 0.25, 0.5, 0.9, 1)] == [0, 2, 4, 7, 8]
+    assert [len(fsdp.offloaded_units(units, f)) for f in (0, 0.25, 0.5, 0.9)] == [0, 2, 4, 7]
     assert fsdp.offloaded_units(units, 0.5) == {"1", "3", "5", "7"}
+    assert fsdp.offloaded_units(units, 1) == {*map(str, range(8)), ""}  # everything: the root too
 
 
 def case_generate(tmp):
@@ -1220,7 +1349,7 @@ def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
     out, whole = os.path.join(tmp, "dead"), os.path.join(tmp, "dead-whole")
     run = dict(max_iters=400, eval_interval=20, init_from="auto", gradient_accumulation_steps=2)
     launch(2, *command(tmp, whole, **run))
-    prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]  # 3: gloo's rendezvous after a restart can fail itself under load (seen once)
     p = subprocess.Popen(prefix + command(tmp, out, **run), cwd=tmp, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment())
     wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 45,')
     os.kill(children(p.pid)[-1], signal.SIGKILL)
@@ -1567,4 +1696,4 @@ def test_readme_commands_run(tmp_path):
 
 
 if __name__ == "__main__":
-    {"worker": worker, "kill": lambda n: kill(int(n)), "launches": lambda n: launches(int(n))}[sys.argv[1]](*sys.argv[2:])
+    {"worker": worker, "kill": lambda n: kill(int(n)), "launches": lambda n: launches(int(n)), "simulations": simulations}[sys.argv[1]](*sys.argv[2:])

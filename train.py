@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 import fsdp
+import plan
 from checkpoint import ShardedSaver, atomic, check, load, open_source, save_full
 from data.loader import TokenFiles, data_dir, eval_order, read_meta, train_order
 from fsdp import print0
@@ -87,7 +88,7 @@ class Config:
     wrap_min_params: int = 0  # 0: a unit per block. N: any module of at least N parameters becomes a unit, bottom-up
     cpu_offload: float = 0.0  # fraction of the blocks whose parameters, gradients and moments live in host memory; 1: everything
     activation_checkpointing: str = "none"  # selective: recompute the cheap parts. full: recompute blocks, least memory, a third more compute
-    activation_offload: bool = False  # keep saved activations in host memory
+    activation_offload: bool = False  # keep saved activations in host memory; with activation_checkpointing full or none
     prefetch_blocks: int = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 and more cost memory
     grad_sync: str = "auto"  # every: reduce each micro-batch, least memory. last: once a step. auto: last for ddp, every when sharded
 
@@ -440,6 +441,7 @@ def train(cfg):
         elif "vocab_size" not in meta:
             vocab_size = source.header["model_args"]["vocab_size"]
     batches = Batches(cfg, dist, vocab_size)
+    before = peak_memory(dist)
     model, gpt, optimizer = build(cfg, dist, source, vocab_size)
     scaler = torch.amp.GradScaler(dist.device.type, enabled=cfg.dtype == "float16")  # otherwise each of its calls passes through
     if source and source.header["scaler"]:
@@ -463,6 +465,8 @@ def train(cfg):
         print0(dist, f"{n_params - trained:,} parameters are frozen: {(n_params - trained) * 12 / 2**20:.1f} MiB of gradients and moments do not exist (over all shards)")
     if cfg.strategy in fsdp.SHARDED:
         print0(dist, "\n".join(fsdp.describe_units(gpt, cfg, dist)))
+    planned = plan.plan(gpt, cfg, dist)
+    print0(dist, plan.summary(planned))
     if source:
         print0(dist, f"starting from {source.path} at step {step}")
 
@@ -522,6 +526,8 @@ def train(cfg):
             metrics.write(dict(iter=step, loss=lossf, perplexity=perplexity(lossf), lr=optimizer.param_groups[0]["lr"], grad_norm=norm.item(),
                                time_ms=dt * 1000, tokens_per_s=tokens_per_s, mfu=mfu, loss_scale=scale, peak_memory=peak_memory(dist), wall_s=now - t_start))
         step += 1
+        if step == first_step + 2:  # the second step had Adam's state from its beginning
+            print0(dist, f"memory: peak {plan.size(peak_memory(dist) - before)} after 2 steps, over the {plan.size(before)} before the model was built; planned {plan.size(planned['peak'])}")
         if profiler:
             profiler.step()
 

@@ -1,0 +1,32 @@
+# GPT-3 13B: on 8 GPUs as it stands, on one with most of it in host memory.
+#   python plan.py config/gpt3_13b.py --world_size=8 --gpu_memory=80
+#   torchrun --standalone --nproc_per_node=8 train.py config/gpt3_13b.py
+#   python plan.py config/gpt3_13b.py --gpu_memory=80 --host_memory=256           # says which --cpu_offload one GPU needs
+#   torchrun --standalone --nproc_per_node=1 train.py config/gpt3_13b.py --cpu_offload=...
+# 12 * 40 * 5120^2 = 12.58 billion in the blocks + (50,304 + 2,048) * 5120 = 0.27 billion: 12.85 billion.
+# 16 bytes each (fp32 master, gradient, two moments) are 206 GB, 25.7 GB a GPU on 8.
+
+out_dir = 'out-gpt3-13b'
+dataset = 'fineweb_edu'
+strategy = 'full_shard'
+activation_checkpointing = 'full'
+
+n_layer = 40
+n_head = 40  # GPT-3's table has 5140 / 40, which no head size divides
+n_embd = 5120
+block_size = 2048
+
+# 4 * 2048 * 256 = 2.1M tokens a step (256 = 32 micro-batches on each of 8 GPUs), GPT-3's batch
+batch_size = 4
+gradient_accumulation_steps = 256
+
+# 300 billion tokens / 2.1M = 143,000 steps
+learning_rate = 1e-4
+min_lr = 1e-5
+max_iters = 143000
+lr_decay_iters = 143000
+warmup_iters = 180  # 375M tokens
+
+eval_interval = 1000
+eval_iters = 40
+checkpoint = 'sharded'  # 12 bytes a parameter are 154 GB

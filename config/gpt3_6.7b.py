@@ -1,0 +1,30 @@
+# GPT-3 6.7B, fully sharded over the GPUs of a node.
+#   python plan.py config/gpt3_6.7b.py --world_size=8 --gpu_memory=80
+#   torchrun --standalone --nproc_per_node=8 train.py config/gpt3_6.7b.py
+# 12 * 32 * 4096^2 = 6.44 billion in the blocks + (50,304 + 2,048) * 4096 = 0.21 billion: 6.66 billion.
+# 16 bytes each (fp32 master, gradient, two moments) are 107 GB, 13.3 GB a GPU on 8.
+
+out_dir = 'out-gpt3-6.7b'
+dataset = 'fineweb_edu'
+strategy = 'full_shard'
+activation_checkpointing = 'selective'
+
+n_layer = 32
+n_head = 32
+n_embd = 4096
+block_size = 2048
+
+# 4 * 2048 * 256 = 2.1M tokens a step (256 = 32 micro-batches on each of 8 GPUs), GPT-3's batch
+batch_size = 4
+gradient_accumulation_steps = 256
+
+# 300 billion tokens / 2.1M = 143,000 steps
+learning_rate = 1.2e-4
+min_lr = 1.2e-5
+max_iters = 143000
+lr_decay_iters = 143000
+warmup_iters = 180  # 375M tokens
+
+eval_interval = 1000
+eval_iters = 40
+checkpoint = 'sharded'  # 12 bytes a parameter are 80 GB: every rank writes its own tenth of them
