@@ -18,6 +18,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -1358,6 +1359,34 @@ def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
     assert losses(out) == losses(whole)
 
 
+def test_fault_a_dead_node_comes_back(tmp):
+    """Two nodes (two torchrun agents) under hybrid_shard; one is killed with its ranks and started again: the losses of an undisturbed run."""
+    out, whole = os.path.join(tmp, "node"), os.path.join(tmp, "node-whole")
+    run = dict(strategy="hybrid_shard", max_iters=120, eval_interval=20, init_from="auto", gradient_accumulation_steps=4)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]  # free now, and asked for again at once
+
+    def agent(out, port):
+        return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=x",
+                                 f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", *command(tmp, out, **run)], cwd=tmp, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    launch(4, *command(tmp, whole, **{**run, "shard_group_size": 2}))  # on several nodes that is the default
+    first, second = agent(out, port), agent(out, port)
+    try:
+        wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 25,')
+        for pid in [*children(second.pid), second.pid]:
+            os.kill(pid, signal.SIGKILL)
+        again = agent(out, port)
+        text = finish(first, 120) + finish(again, 60)
+    finally:
+        for p in (first, second, again):
+            if p.poll() is None:
+                os.killpg(p.pid, signal.SIGKILL)
+    assert first.returncode == again.returncode == 0 and "starting from" in text, text
+    assert losses(out) == losses(whole)
+
+
 def test_fault_no_space_keeps_the_old_checkpoint(tmp):
     out = os.path.join(tmp, "full-disk")
     launch(1, *command(tmp, out, max_iters=2))
@@ -1657,6 +1686,20 @@ def test_readme_counts_are_computed():
     for file, count in re.findall(r"^\| `([\w/.]+\.py)` \| (\d+) \|", readme(), re.M):
         lines = len(open(os.path.join(HERE, file)).read().splitlines())
         assert lines == int(count), f"README says {file} has {count} lines, it has {lines}"
+
+
+def test_readme_links_point_at_the_lines():
+    links = re.findall(r"\[`(\w+)`\]\(([\w/.]+\.py)#L(\d+)\)", readme())
+    assert len(links) >= 10
+    for name, file, line in links:
+        text = open(os.path.join(HERE, file)).read().splitlines()[int(line) - 1]
+        assert re.match(rf"(def|class) {name}\b", text), f"README links {name} to {file}:{line}, which is: {text}"
+
+
+def test_readme_defaults_are_computed():
+    table = readme().split("| key | default | |")[1].split("\n\n")[0]
+    quoted = re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", table, re.M)
+    assert {name: value for name, value in quoted} == {name: repr(getattr(Config(), name)) for name, _ in quoted} and len(quoted) >= 12
 
 
 def test_readme_ruff_passes():
