@@ -1367,22 +1367,23 @@ def test_fault_a_dead_node_comes_back(tmp):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]  # free now, and asked for again at once
 
-    def agent(out, port):
+    def agent(host):
         return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=x",
-                                 f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1", *command(tmp, out, **run)], cwd=tmp, stdout=subprocess.PIPE,
+                                 f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_conf=is_host={host}", "--local_addr=127.0.0.1", *command(tmp, out, **run)], cwd=tmp, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     launch(4, *command(tmp, whole, **{**run, "shard_group_size": 2}))  # on several nodes that is the default
-    first, second = agent(out, port), agent(out, port)
+    first, second, again = agent(1), agent(0), None
     try:
         wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 25,')
         for pid in [*children(second.pid), second.pid]:
             os.kill(pid, signal.SIGKILL)
-        again = agent(out, port)
+        again = agent(0)
         text = finish(first, 120) + finish(again, 60)
     finally:
         for p in (first, second, again):
-            if p.poll() is None:
-                os.killpg(p.pid, signal.SIGKILL)
+            if p and p.poll() is None:
+                for pid in [*children(p.pid), p.pid]:
+                    os.kill(pid, signal.SIGKILL)
     assert first.returncode == again.returncode == 0 and "starting from" in text, text
     assert losses(out) == losses(whole)
 
