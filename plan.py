@@ -294,7 +294,7 @@ def advise(rows, cfg, world_size, machine, vocab_size):
     def tries():
         sharded = dict(strategy=cfg.strategy if cfg.strategy in fsdp.SHARDED else "full_shard")
         for mode in ("selective", "full"):
-            if cfg.activation_checkpointing == "none" or mode == "full":
+            if cfg.activation_checkpointing == "none" and not cfg.activation_offload or mode == "full":  # selective cannot offload
                 yield dict(sharded, activation_checkpointing=mode), world_size
         sharded["activation_checkpointing"] = "full"
         for shift in range(1, cfg.batch_size.bit_length()):

@@ -935,6 +935,7 @@ def test_plan_command_175b_is_fast_and_small():
     (["config/gpt3_13b.py", "--world_size=8"], r"take --strategy=shard_grad_op"),
     (["config/train_gpt2_xl.py", "--world_size=8", "--gpu_memory=10"], r"--activation_checkpointing=full does"),
     (["config/train_gpt2_xl.py", "--world_size=8", "--gpu_memory=6"], r"--activation_checkpointing=full --batch_size=\d --gradient_accumulation_steps=\d+ does"),
+    (["config/train_gpt2_xl.py", "--world_size=8", "--gpu_memory=6", "--activation_checkpointing=none", "--activation_offload=True"], r"--activation_checkpointing=full.* does"),
     (["config/train_gpt2_xl.py", "--gpu_memory=0.5"], r"a smaller model or block_size is needed"),
 ])
 def test_plan_advice_is_the_smallest_change_that_fits(capsys, argv, message):
