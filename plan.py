@@ -259,19 +259,19 @@ def plan(gpt, cfg, dist, machine=None):
                 fits=total <= FULL * m["gpu_memory"] and host <= m["host_memory"])
 
 
-def resolve(cfg, world_size, machine, vocab_size):
+def resolve(cfg, world_size, machine, vocab_size, gpt=None):
     """(gpt, resolved cfg, Dist) for rank 0 of world_size GPUs that need not exist. SystemExit for what training would refuse too."""
     dist = fsdp.Dist(world_size=world_size, device=torch.device("cpu" if cfg.device == "cpu" else "cuda"), local_world_size=min(world_size, machine["gpus_per_node"]))
     if cfg.gradient_accumulation_steps % world_size:
         cfg = replace(cfg, gradient_accumulation_steps=-(-cfg.gradient_accumulation_steps // world_size) * world_size)
     # compile=False: planning needs no compiler. auto: what a GPU of today does best
     cfg = fsdp.resolve(replace(cfg, compile=False, dtype="bfloat16" if cfg.dtype == "auto" else cfg.dtype), dist)
-    return build(cfg, vocab_size), cfg, dist
+    return gpt or build(cfg, vocab_size), cfg, dist
 
 
 def rows_of(cfg, world_size, machine, vocab_size):
     """A row for each strategy that makes sense at this world size; options that a strategy does not have are left off for it."""
-    out = []
+    out, gpt = [], build(cfg, vocab_size)  # the same for all
     for strategy in fsdp.STRATEGIES if world_size > 1 else ("single", "full_shard"):
         own = replace(cfg, strategy=strategy, shard_group_size=cfg.shard_group_size if strategy == "hybrid_shard" else 0)
         if strategy not in fsdp.SHARDED:
@@ -280,7 +280,7 @@ def rows_of(cfg, world_size, machine, vocab_size):
             own = replace(own, reduce_dtype="float32", grad_sync="auto")
         if strategy == "hybrid_shard" and (cfg.shard_group_size or machine["gpus_per_node"]) >= world_size and cfg.strategy != strategy:
             continue  # one group: that is full_shard
-        out.append(plan(*resolve(own, 1 if strategy == "single" else world_size, machine, vocab_size), machine))
+        out.append(plan(*resolve(own, 1 if strategy == "single" else world_size, machine, vocab_size, gpt), machine))
     return out
 
 
