@@ -21,7 +21,7 @@ Own flags (any --key=value of train.py applies too):
 
 The formulas below are for rank 0, which holds the most rows. A step is a sequence of moments; the peak is the largest of
 them (`timeline`), not the sum of all columns: gradients come as activations go. Not counted: the CUDA context, NCCL's and
-cuBLAS's buffers, fragmentation. Counted as without compile, which keeps fewer activations.
+cuBLAS's buffers, fragmentation. Counted as without compile, which is not modelled.
 
 Sizes: B sequences of T tokens, C = n_embd, V = vocabulary, L blocks, W ranks, g ranks that share one copy (shard_group_size or
 W), A micro-batches a rank and step, d bytes of dtype. Sources: Rajbhandari et al. 2020 (ZeRO); Korthikanti et al. 2022 (activations).

@@ -27,4 +27,4 @@ warmup_iters = 180  # 375M tokens
 
 eval_interval = 1000
 eval_iters = 40
-checkpoint = 'sharded'  # 12 bytes a parameter are 80 GB: every rank writes its own tenth of them
+checkpoint = 'sharded'  # 12 bytes a parameter are 80 GB: every rank writes its own share of them
