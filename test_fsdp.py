@@ -7,13 +7,14 @@ The proofs, grouped: config, data, model, parity, mechanisms, plan, checkpoints,
     python test_fsdp.py launches 200                        # 200 two-rank launches that must all exit with 0 (20 minutes)
     python test_fsdp.py simulations                         # plan.py's formulas against simulations, 124M to 13B, 1 to 512 ranks (15 minutes)
 
-Multi-process cases run together: one torchrun per world size runs all cases of that size (worker() below) and writes what
+Multi-process cases run together: one launch per world size runs all cases of that size (worker() below) and writes what
 each found; the tests then compare with plain single-process PyTorch, with closed formulas, or with FSDP2-NOTES' figures.
 """
 
 import itertools
 import json
 import math
+import multiprocessing.connection
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 
@@ -36,6 +38,7 @@ sys.path.insert(0, HERE)
 import checkpoint  # noqa: E402
 import fsdp  # noqa: E402
 import plan  # noqa: E402
+import sample  # noqa: E402
 import train  # noqa: E402
 from data import loader  # noqa: E402
 from model import GPT, GPTConfig, initial_value  # noqa: E402
@@ -78,24 +81,79 @@ def flags(**overrides):
     return [f"--{k}={v}" for k, v in overrides.items()]
 
 
+class Forked:
+    """
+    function(*args) on `world` ranks, forked from a server process that has imported everything: a second instead of the five that
+    torchrun and the imports take. The ranks get torchrun's environment, its store included.
+    """
+
+    def __init__(self, world, function, *args):
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["test_fsdp", "torch._dynamo", "torch.distributed.fsdp"])
+        self.store = td.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
+        self.logs, self.ranks = tempfile.TemporaryDirectory(), []
+        for rank in range(world):
+            env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
+                       TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0) if world > 1 else {}
+            self.ranks.append(server.Process(target=forked_rank, args=(env, self.logs.name, function, args)))
+            self.ranks[-1].start()
+
+    def kill(self):
+        for p in self.ranks:
+            p.kill()
+            p.join()
+
+    def finish(self, timeout=120):
+        """CompletedProcess; when a rank fails the others are ended too, as torchrun would."""
+        end, running = time.time() + timeout, self.ranks
+        while running and time.time() < end and not any(p.exitcode for p in self.ranks):
+            multiprocessing.connection.wait([p.sentinel for p in running], timeout=1)
+            running = [p for p in running if p.exitcode is None]
+        hung = time.time() >= end
+        for p in running:
+            p.join(0 if hung else 8)  # those that fail with rank 0 leave 5 s later
+        self.kill()
+        out, err = (open(os.path.join(self.logs.name, name)).read() for name in ("out", "err"))
+        if hung:
+            pytest.fail(f"hung for {timeout} s\n{out}\n{err}")
+        return subprocess.CompletedProcess("", max(abs(p.exitcode) for p in self.ranks), out, err)
+
+
+def forked_rank(env, logs, function, args):
+    for fd, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    os.environ.update({k: str(v) for k, v in env.items()})
+    os.chdir(HERE)
+    torch.set_num_threads(1)
+    fsdp.run(function, *args)
+
+
+def trained(world, argv):
+    """`train.py argv` on `world` ranks."""
+    return Forked(world, train.main, [str(a) for a in argv]).finish()
+
+
+def launch(world, argv):
+    """It must end well."""
+    p = trained(world, argv)
+    assert p.returncode == 0, p.stdout + p.stderr
+    return p
+
+
 _results = {}
 
 
 def on_ranks(world, cases, tmp):
     """Run cases [(name, function name, kwargs)] on `world` ranks in one launch; {name: [result of each rank]}."""
-    spec, out = os.path.join(tmp, f"cases-{world}.json"), os.path.join(tmp, f"results-{world}.json")
-    with open(spec, "w") as f:
-        json.dump(cases, f)
-    p = torchrun(world, os.path.join(HERE, "test_fsdp.py"), "worker", spec, out, timeout=420, cwd=tmp)
+    out = os.path.join(tmp, f"results-{world}.json")
+    p = Forked(world, worker, cases, out).finish(timeout=600)
     if not os.path.exists(out):
         pytest.fail(f"workers died:\n{p.stdout}\n{p.stderr}")
     with open(out) as f:
         return json.load(f)
 
 
-def worker(spec, out):
-    with open(spec) as f:
-        cases = json.load(f)
+def worker(cases, out):
     td.init_process_group("gloo")
     results = {}
     for name, function, kwargs in cases:
@@ -111,9 +169,6 @@ def worker(spec, out):
     if td.get_rank() == 0:
         with open(out, "w") as f:
             json.dump(results, f)
-    fsdp.barrier()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def values(results, name):
@@ -136,7 +191,7 @@ def tmp(tmp_path_factory):
     return str(path)
 
 
-def make_data(path, vocab=67, n=6000, seed=0):
+def make_data(path, vocab=67, n=6000, seed=0, **meta):
     os.makedirs(path)
     rng = np.random.default_rng(seed)
     steps = rng.choice([1, 2, 5], size=n, p=[0.7, 0.2, 0.1])
@@ -144,7 +199,7 @@ def make_data(path, vocab=67, n=6000, seed=0):
     tokens[: n * 9 // 10].tofile(os.path.join(path, "train.bin"))
     tokens[n * 9 // 10:].tofile(os.path.join(path, "val.bin"))
     with open(os.path.join(path, "meta.json"), "w") as f:
-        json.dump({"vocab_size": vocab}, f)
+        json.dump({"vocab_size": vocab, **meta}, f)
 
 
 def tiny(tmp, **overrides):
@@ -962,7 +1017,7 @@ def test_plan_bad_input_is_one_clear_line(argv, message):
 
 
 def test_plan_prints_in_a_run_and_the_measured_peak_beside_it(tmp):
-    out = launch(1, *command(tmp, os.path.join(tmp, "planned"), max_iters=3)).stdout
+    out = launch(1, arguments(tmp, os.path.join(tmp, "planned"), max_iters=3)).stdout
     cfg = tiny(tmp, strategy="single", grad_sync="every")
     expected = plan.plan(plan.build(cfg, 67), cfg, fsdp.Dist())
     assert plan.summary(expected) in out and expected["parameters"] == 4 * sum(p.numel() for p in plan.build(cfg, 67).parameters())
@@ -1118,24 +1173,22 @@ def test_generate_on_all_ranks(ranks):
 CHAIN = [(2, "full_shard", "full"), (3, "shard_grad_op", "sharded"), (1, "", "full"), (4, "hybrid_shard", "sharded"), (2, "ddp", "sharded"), (2, "full_shard", "full")]
 
 
+def arguments(tmp, out, **overrides):
+    return flags(**{**TINY, "dataset": os.path.join(tmp, "toy"), "out_dir": out, **overrides})
+
+
 def command(tmp, out, **overrides):
-    return [os.path.join(HERE, "train.py"), *flags(**{**TINY, "dataset": os.path.join(tmp, "toy"), "out_dir": out, **overrides})]
+    return [os.path.join(HERE, "train.py"), *arguments(tmp, out, **overrides)]
 
-
-def launch(world, *args, **kwargs):
-    """python train.py, or torchrun; must end well."""
-    p = python(*args, **kwargs) if world == 1 else torchrun(world, *args, **kwargs)
-    assert p.returncode == 0, p.stdout + p.stderr
-    return p
 
 
 def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
     """2 -> 3 -> 1 -> 4 -> 2 -> 2 ranks, every strategy, both kinds, offloaded on the way: the losses of one uninterrupted run."""
     whole, chain = os.path.join(tmp, "whole"), os.path.join(tmp, "chain")
-    launch(1, *command(tmp, whole, max_iters=18))
+    launch(1, arguments(tmp, whole, max_iters=18))
     for i, (world, strategy, kind) in enumerate(CHAIN):
         extra = dict(shard_group_size=2) if strategy == "hybrid_shard" else dict(cpu_offload=0.5) if strategy == "shard_grad_op" else {}
-        launch(world, *command(tmp, chain, max_iters=3 * (i + 1), strategy=strategy, checkpoint=kind, init_from="auto", **extra))
+        launch(world, arguments(tmp, chain, max_iters=3 * (i + 1), strategy=strategy, checkpoint=kind, init_from="auto", **extra))
     assert losses(chain) == pytest.approx(losses(whole), rel=1e-5) and len(losses(chain)) == 18
     assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
     rows = read_metrics(chain)
@@ -1147,9 +1200,9 @@ def test_checkpoint_resume_is_bitwise(tmp, world, kind):
     """30 = 15 + 15 steps, dropout on, evaluation at another interval."""
     whole, parts = (os.path.join(tmp, f"resume-{world}-{kind}-{x}") for x in ("whole", "parts"))
     base = dict(dropout=0.1, checkpoint=kind, gradient_accumulation_steps=2)
-    launch(world, *command(tmp, whole, max_iters=30, eval_interval=30, **base))
-    launch(world, *command(tmp, parts, max_iters=15, eval_interval=4, **base))
-    p = launch(world, *command(tmp, parts, max_iters=30, eval_interval=7, init_from="resume", **base))
+    launch(world, arguments(tmp, whole, max_iters=30, eval_interval=30, **base))
+    launch(world, arguments(tmp, parts, max_iters=15, eval_interval=4, **base))
+    p = launch(world, arguments(tmp, parts, max_iters=30, eval_interval=7, init_from="resume", **base))
     assert "at step 15" in p.stdout
     assert losses(parts) == losses(whole)
     for out in (whole, parts):
@@ -1163,7 +1216,7 @@ def test_checkpoint_resume_is_bitwise(tmp, world, kind):
 
 def test_checkpoint_has_nanogpts_layout(tmp):
     out = os.path.join(tmp, "layout")
-    launch(1, *command(tmp, out, max_iters=2, bias=False))
+    launch(1, arguments(tmp, out, max_iters=2, bias=False))
     ckpt = read_ckpt(out)
     assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} <= ckpt.keys()
     assert list(ckpt["model_args"]) and ckpt["iter_num"] == 2 and ckpt["config"]["n_layer"] == 3
@@ -1180,24 +1233,24 @@ def test_checkpoint_has_nanogpts_layout(tmp):
 def test_checkpoint_of_nanogpt_is_resumed(tmp):
     """Their format: _orig_mod. prefixes, causal-mask buffers, no parameter names; optimizer included."""
     out = os.path.join(tmp, "from-nanogpt")
-    launch(1, *command(tmp, out, max_iters=3, bias=False))
+    launch(1, arguments(tmp, out, max_iters=3, bias=False))
     path = os.path.join(out, "ckpt.pt")
     ckpt = torch.load(path, weights_only=True)
     theirs = {"_orig_mod." + k: v for k, v in ckpt["model"].items()}
     theirs.update({f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)})
     ckpt = {**{k: ckpt[k] for k in ("optimizer", "model_args", "iter_num", "config")}, "model": theirs, "best_val_loss": torch.tensor(9.0)}
     torch.save(ckpt, path)
-    launch(2, *command(tmp, out, max_iters=6, bias=False, init_from="resume"))
+    launch(2, arguments(tmp, out, max_iters=6, bias=False, init_from="resume"))
     whole = os.path.join(tmp, "from-nanogpt-whole")
-    launch(1, *command(tmp, whole, max_iters=6, bias=False))
+    launch(1, arguments(tmp, whole, max_iters=6, bias=False))
     assert losses(out) == pytest.approx(losses(whole), rel=1e-5)
 
 
 def test_checkpoint_best_is_kept_and_signals_do_not_overwrite_it(tmp):
     out = os.path.join(tmp, "best")
-    launch(1, *command(tmp, out, max_iters=4, eval_interval=2, always_save_checkpoint=False))
+    launch(1, arguments(tmp, out, max_iters=4, eval_interval=2, always_save_checkpoint=False))
     best = read_ckpt(out)["best_val_loss"]
-    launch(1, *command(tmp, out, max_iters=8, eval_interval=2, always_save_checkpoint=True, learning_rate=1.0, min_lr=1.0, init_from="resume"))
+    launch(1, arguments(tmp, out, max_iters=8, eval_interval=2, always_save_checkpoint=True, learning_rate=1.0, min_lr=1.0, init_from="resume"))
     after = read_ckpt(out)
     assert after["iter_num"] == 8 and after["best_val_loss"] == best < [r["val_loss"] for r in read_metrics(out) if "val_loss" in r][-1]
 
@@ -1205,22 +1258,22 @@ def test_checkpoint_best_is_kept_and_signals_do_not_overwrite_it(tmp):
 def test_checkpoint_freeze_then_unfreeze(tmp):
     """Moments of what was frozen do not exist; they start when it trains."""
     out = os.path.join(tmp, "thaw")
-    launch(2, *command(tmp, out, max_iters=2, freeze=FREEZE))
+    launch(2, arguments(tmp, out, max_iters=2, freeze=FREEZE))
     ckpt = read_ckpt(out)
     assert len(ckpt["optimizer"]["state"]) == len(ckpt["param_names"]) < len(list(ckpt["model"])) - 1
     assert not any(re.search(FREEZE, n) for n in ckpt["param_names"])
-    launch(2, *command(tmp, out, max_iters=4, init_from="resume"))
+    launch(2, arguments(tmp, out, max_iters=4, init_from="resume"))
     assert len(read_ckpt(out)["param_names"]) == len(list(ckpt["model"])) - 1 and len(losses(out)) == 4
 
 
 def test_checkpoint_damage_is_a_clear_line_or_the_older_one(tmp):
     out = os.path.join(tmp, "damage")
-    launch(1, *command(tmp, out, max_iters=2))
+    launch(1, arguments(tmp, out, max_iters=2))
     path = os.path.join(out, "ckpt.pt")
     good = open(path, "rb").read()
 
     def resume(**overrides):
-        return python(*command(tmp, out, **{"max_iters": 3, "init_from": "resume", **overrides}))
+        return trained(1, arguments(tmp, out, **{"max_iters": 3, "init_from": "resume", **overrides}))
     for name, data in [("truncated", good[:len(good) // 2]), ("empty", b""), ("flipped", good[:30] + bytes([good[30] ^ 255]) + good[31:]),
                        ("flipped magic", bytes([good[0] ^ 1]) + good[1:]), ("no zip", b"hello" * 100)]:
         with open(path, "wb") as f:
@@ -1238,12 +1291,12 @@ def test_checkpoint_damage_is_a_clear_line_or_the_older_one(tmp):
     # a half-written directory beside the complete file, then a complete directory beside a damaged file
     os.makedirs(os.path.join(out, "step-000000009"))
     assert "at step 2" in resume(max_iters=2).stdout
-    launch(1, *command(tmp, out, max_iters=4, init_from="resume", checkpoint="sharded"))
+    launch(1, arguments(tmp, out, max_iters=4, init_from="resume", checkpoint="sharded"))
     with open(path, "wb") as f:
         f.write(good[:1000])
     p = resume(max_iters=4)
     assert p.returncode == 0 and "at step 4" in p.stdout and "skipping" in p.stderr
-    p = python(*command(tmp, os.path.join(tmp, "nothing"), init_from="resume"))
+    p = trained(1, arguments(tmp, os.path.join(tmp, "nothing"), init_from="resume"))
     assert p.returncode == 1 and "no checkpoint in out_dir" in p.stderr and "Traceback" not in p.stderr
 
 
@@ -1315,7 +1368,7 @@ def test_fault_a_signal_saves_and_leaves(tmp, world, number):
     assert p.returncode == 0 and "stopped by a signal" in text and "--init_from=resume" in text, text
     assert os.path.exists(os.path.join(out, "last.pt"))  # not ckpt.pt: that is the best one's name
     done = len(losses(out))
-    p = launch(world, *command(tmp, out, max_iters=done + 2, init_from="resume"))
+    p = launch(world, arguments(tmp, out, max_iters=done + 2, init_from="resume"))
     assert f"at step {done}" in p.stdout and len(losses(out)) == done + 2
 
 
@@ -1341,18 +1394,18 @@ def children(pid):
 
 def test_fault_nan_stops_all_ranks_and_keeps_the_checkpoint(tmp):
     out = os.path.join(tmp, "nan")
-    launch(2, *command(tmp, out, max_iters=2))
+    launch(2, arguments(tmp, out, max_iters=2))
     before = open(os.path.join(out, "ckpt.pt"), "rb").read()
-    p = torchrun(2, *command(tmp, out, max_iters=50, init_from="resume", learning_rate=1e18, min_lr=1e18, grad_clip=0.0), timeout=90)
+    p = trained(2, arguments(tmp, out, max_iters=50, init_from="resume", learning_rate=1e18, min_lr=1e18, grad_clip=0.0))
     assert p.returncode == 1 and re.search(r"loss is (nan|inf).* at step \d+: try a lower learning_rate", p.stderr), p.stderr
     assert open(os.path.join(out, "ckpt.pt"), "rb").read() == before
 
 
 def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
     out, whole = os.path.join(tmp, "dead"), os.path.join(tmp, "dead-whole")
-    run = dict(max_iters=400, eval_interval=20, init_from="auto", gradient_accumulation_steps=2)
-    launch(2, *command(tmp, whole, **run))
-    prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]  # 3: gloo's rendezvous after a restart can fail itself under load (seen once)
+    run = dict(max_iters=120, eval_interval=20, init_from="auto", gradient_accumulation_steps=2)
+    launch(2, arguments(tmp, whole, **run))
+    prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     p = subprocess.Popen(prefix + command(tmp, out, **run), cwd=tmp, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment())
     wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 45,')
     os.kill(children(p.pid)[-1], signal.SIGKILL)
@@ -1364,16 +1417,16 @@ def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
 def test_fault_a_dead_node_comes_back(tmp):
     """Two nodes (two torchrun agents) under hybrid_shard; one is killed with its ranks and started again: the losses of an undisturbed run."""
     out, whole = os.path.join(tmp, "node"), os.path.join(tmp, "node-whole")
-    run = dict(strategy="hybrid_shard", max_iters=120, eval_interval=20, init_from="auto", gradient_accumulation_steps=4)
+    run = dict(strategy="hybrid_shard", max_iters=60, eval_interval=20, init_from="auto", gradient_accumulation_steps=4)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]  # free now, and asked for again at once
 
     def agent(host):
         return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=x",
-                                 f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_conf=is_host={host}", "--local_addr=127.0.0.1", *command(tmp, out, **run)], cwd=tmp, stdout=subprocess.PIPE,
+                                 f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_conf=is_host={host},keep_alive_interval=1", "--local_addr=127.0.0.1", *command(tmp, out, **run)], cwd=tmp, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    launch(4, *command(tmp, whole, **{**run, "shard_group_size": 2}))  # on several nodes that is the default
+    launch(4, arguments(tmp, whole, **{**run, "shard_group_size": 2}))  # on several nodes that is the default
     first, second, again = agent(1), agent(0), None
     try:
         wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 25,')
@@ -1392,14 +1445,14 @@ def test_fault_a_dead_node_comes_back(tmp):
 
 def test_fault_no_space_keeps_the_old_checkpoint(tmp):
     out = os.path.join(tmp, "full-disk")
-    launch(1, *command(tmp, out, max_iters=2))
+    launch(1, arguments(tmp, out, max_iters=2))
     before = open(os.path.join(out, "ckpt.pt"), "rb").read()
     # a limit on the size of files stands in for a full disk
     p = shell("bash", "-c", "ulimit -f 20; exec " + " ".join([sys.executable, *command(tmp, out, max_iters=4, init_from="resume")]))
     assert p.returncode == 1 and "cannot write" in p.stderr and "previous checkpoint is untouched" in p.stderr and "Traceback" not in p.stderr, p.stderr
     assert open(os.path.join(out, "ckpt.pt"), "rb").read() == before and not os.path.exists(os.path.join(out, "ckpt.pt.tmp"))
     (bad := os.path.join(tmp, "a-file")) and open(bad, "w").close()
-    p = python(*command(tmp, os.path.join(bad, "out")))
+    p = trained(1, arguments(tmp, os.path.join(bad, "out")))
     assert p.returncode == 1 and "out_dir" in p.stderr and "Traceback" not in p.stderr
 
 
@@ -1437,31 +1490,26 @@ def test_fault_no_pickle_is_executed():
 
 def kill(runs):
     """Kill runs at random moments with SIGKILL; each must resume and end bit for bit where an uninterrupted run ends."""
-    import tempfile
     rng, good = random.Random(time.time()), 0
     with tempfile.TemporaryDirectory() as tmp:
         make_data(os.path.join(tmp, "toy"))
-        base = dict(max_iters=60, eval_interval=2, init_from="auto", gradient_accumulation_steps=2, n_embd=120)
+        base = dict(max_iters=24, eval_interval=2, init_from="auto", gradient_accumulation_steps=2, n_embd=120)
         for i in range(runs):
             world, kind = [(1, "full"), (2, "full"), (2, "sharded"), (1, "sharded")][i % 4]
             whole = os.path.join(tmp, f"whole-{world}-{kind}")
             if not os.path.exists(whole):
-                launch(world, *command(tmp, whole, checkpoint=kind, **base))
+                launch(world, arguments(tmp, whole, checkpoint=kind, **base))
             out, kills = os.path.join(tmp, f"run-{i}"), 0
             while True:
-                p = start(world, command(tmp, out, checkpoint=kind, **base), tmp)
+                p = Forked(world, train.main, arguments(tmp, out, checkpoint=kind, **base))
                 if kills < 2:
                     wait_for(os.path.join(out, "metrics.jsonl"), '"loss"')
-                    time.sleep(rng.random() * 1.5)
-                    if p.poll() is None:
-                        os.kill(p.pid, signal.SIGSTOP)  # torchrun's agent must not start another worker meanwhile
-                        for pid in [*children(p.pid), p.pid]:
-                            os.kill(pid, signal.SIGKILL)
-                    p.communicate(timeout=60)
+                    time.sleep(rng.random())
+                    p.kill()
                     kills += 1
                 else:
-                    text = finish(p, 120)
-                    assert p.returncode == 0, text
+                    p = p.finish()
+                    assert p.returncode == 0, p.stdout + p.stderr
                     break
             assert losses(out) == losses(whole), f"run {i}"
             good += 1
@@ -1475,7 +1523,6 @@ def test_fault_kill_and_resume():
 
 def launches(n):
     """Two-rank runs in a row that must all end with exit code 0."""
-    import tempfile
     with tempfile.TemporaryDirectory() as tmp:
         make_data(os.path.join(tmp, "toy"))
         codes = []
@@ -1602,7 +1649,7 @@ def test_tools_huggingface_in_and_out(tmp, tmp_path):
     for logits in values(on_ranks(2, [("hf", "case_huggingface", dict(tmp=tmp, path=str(tmp_path / "hf")))], str(tmp_path)), "hf"):
         assert (torch.tensor(logits) - expected).abs().max() < 1e-5
     out = tmp_path / "out"
-    launch(1, *command(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20))
+    launch(1, arguments(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20))
     p = python("checkpoint.py", "hf", out, tmp_path / "back")
     assert p.returncode == 0, p.stderr
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
@@ -1615,30 +1662,31 @@ def test_tools_huggingface_in_and_out(tmp, tmp_path):
 
 def test_tools_sample_from_everything(tmp, tmp_path):
     out = os.path.join(tmp, "sampled")
-    launch(2, *command(tmp, out, max_iters=2, checkpoint="sharded", dataset=os.path.join(HERE, "data", "python_stdlib")) if os.path.exists(os.path.join(HERE, "data", "python_stdlib", "val.bin"))
-           else command(tmp, out, max_iters=2, checkpoint="sharded"))
+    make_data(str(tmp_path / "bytes"), vocab=256, tokenizer="bytes")
+    launch(2, arguments(tmp, out, max_iters=2, checkpoint="sharded", dataset=tmp_path / "bytes"))
     args = [os.path.join(HERE, "sample.py"), f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=30", "--dtype=float32"]
     (tmp_path / "p.txt").write_text("import")
-    runs = [python(*args, "--start=import"), python(*args, f"--start=FILE:{tmp_path / 'p.txt'}"), python(*args, "--start=-", stdin="import"), python(*args, "--start=import", "--use_cache=False")]
-    if "python_stdlib" in json.dumps(checkpoint.find(out).header["config"]):
-        assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs[0].stderr
-        assert len({p.stdout for p in runs}) == 1
+    runs = [python(*args, "--start=-", stdin="import")]
+    for more in (["--start=import"], [f"--start=FILE:{tmp_path / 'p.txt'}"], ["--start=import", "--use_cache=False"]):
+        runs.append(Forked(1, sample.main, args[1:] + more).finish())
+    assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs[0].stderr
+    assert len({p.stdout for p in runs}) == 1
     p = python(os.path.join(HERE, "sample.py"), f"--out_dir={tmp_path}")
     assert p.returncode == 1 and "no checkpoint" in p.stderr and "Traceback" not in p.stderr
 
 
 def test_tools_profile_and_eval_only(tmp):
     out = os.path.join(tmp, "profile")
-    launch(1, *command(tmp, out, max_iters=14, profile=True, tensorboard=False))
+    launch(1, arguments(tmp, out, max_iters=14, profile=True, tensorboard=False))
     with open(os.path.join(out, "trace-0.json")) as f:
         assert any("aten::mm" in e.get("name", "") or "addmm" in e.get("name", "") for e in json.load(f)["traceEvents"])
-    p = launch(1, *command(tmp, out, init_from="resume", eval_only=True, seed=1337))
+    p = launch(1, arguments(tmp, out, init_from="resume", eval_only=True, seed=1337))
     assert re.search(r"^step 14: train loss \d\.\d{4}, val loss \d\.\d{4}$", p.stdout, re.M) and "iter 14" not in p.stdout
 
 
 def test_tools_log_line_and_metrics(tmp):
     out = os.path.join(tmp, "metrics")
-    p = launch(1, *command(tmp, out, max_iters=3, log_interval=2, keep_checkpoints=1, reduce_dtype="float32", backend="auto", wandb_log=False, weight_decay=0.0, beta1=0.8, beta2=0.9, decay_lr=False))
+    p = launch(1, arguments(tmp, out, max_iters=3, log_interval=2, keep_checkpoints=1, reduce_dtype="float32", backend="auto", wandb_log=False, weight_decay=0.0, beta1=0.8, beta2=0.9, decay_lr=False))
     assert re.search(r"^iter 0: loss \d\.\d{4}, time \d+\.\d\dms, mfu n/a, [\d,]+ tok/s, norm \d+\.\d\d, mem \d\.\d\dGiB, \w+ left$", p.stdout, re.M), p.stdout
     row = [r for r in read_metrics(out) if "loss" in r][0]
     assert {"iter", "loss", "perplexity", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale", "peak_memory", "wall_s"} <= row.keys()
@@ -1647,7 +1695,7 @@ def test_tools_log_line_and_metrics(tmp):
         try:
             __import__(package)
         except ImportError:
-            p = python(*command(tmp, out, **overrides))
+            p = trained(1, arguments(tmp, out, **overrides))
             assert p.returncode == 1 and f"pip install {package}" in p.stderr and "Traceback" not in p.stderr
 
 
@@ -1671,7 +1719,7 @@ def test_readme_every_config_runs_two_steps(tmp, name):
     if cfg.strategy == "hybrid_shard":
         small["shard_group_size"] = 2
     world = 1 if cfg.strategy in ("", "single") else 2
-    launch(world, os.path.join(HERE, "train.py"), path, *flags(**small))
+    launch(world, [path, *flags(**small)])
 
 
 @pytest.mark.parametrize("name", loader.datasets())
@@ -1742,4 +1790,4 @@ def test_readme_commands_run(tmp_path):
 
 
 if __name__ == "__main__":
-    {"worker": worker, "kill": lambda n: kill(int(n)), "launches": lambda n: launches(int(n)), "simulations": simulations}[sys.argv[1]](*sys.argv[2:])
+    {"kill": lambda n: kill(int(n)), "launches": lambda n: launches(int(n)), "simulations": simulations}[sys.argv[1]](*sys.argv[2:])
