@@ -87,14 +87,14 @@ class Forked:
     torchrun and the imports take. The ranks get torchrun's environment, its store included.
     """
 
-    def __init__(self, world, function, *args):
+    def __init__(self, world, function, *args, restarts=None):  # restarts: an earlier Forked, whose store these ranks get, as torchrun's do
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["test_fsdp", "torch._dynamo", "torch.distributed.fsdp"])
-        self.store = td.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
+        self.store = restarts.store if restarts else td.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
         self.logs, self.ranks = tempfile.TemporaryDirectory(), []
         for rank in range(world):
             env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
-                       TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0) if world > 1 else {}
+                       TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=int(restarts is not None)) if world > 1 else {}
             self.ranks.append(server.Process(target=forked_rank, args=(env, self.logs.name, function, args)))
             self.ranks[-1].start()
 
@@ -1412,6 +1412,19 @@ def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
     text = finish(p, 120)
     assert p.returncode == 0 and "starting from" in text, text
     assert losses(out) == losses(whole)
+
+
+def late_setup():
+    if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        time.sleep(2)  # rank 1 is first at the store, where rank 0's old address is
+    fsdp.setup(Config(gradient_accumulation_steps=2, device="cpu"))
+
+
+def test_fault_a_restarted_rank_does_not_call_its_dead_peer():
+    first = Forked(2, late_setup)
+    assert first.finish().returncode == 0
+    p = Forked(2, late_setup, restarts=first).finish()
+    assert p.returncode == 0, p.stderr
 
 
 def test_fault_a_dead_node_comes_back(tmp):
