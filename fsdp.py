@@ -81,9 +81,8 @@ def setup(cfg):
         return dist, cfg
     if dist.device.type == "cuda":
         torch.cuda.set_device(dist.device)  # before anything else touches CUDA, or every rank opens a context on GPU 0
-    backend = cfg.backend
-    if backend in ("auto", "nccl"):  # gloo too: offloaded gradients, stop flags and checkpoints are reduced on the CPU
-        backend = "cpu:gloo,cuda:nccl" if dist.device.type == "cuda" else "gloo"
+    # NCCL never alone: offloaded gradients, stop flags and checkpoints are reduced on the CPU
+    backend = "cpu:gloo,cuda:nccl" if dist.device.type == "cuda" and cfg.backend != "gloo" else "gloo"
     if not td.is_initialized():
         store = None
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_WORLD_SIZE") == "1":
@@ -138,6 +137,8 @@ def resolve(cfg, dist, distributed=True):
         error("strategy", "use ddp or a sharded strategy under torchrun, or start one process with python train.py")
     if cfg.backend == "nccl" and strategy != "single" and dist.device.type != "cuda":
         error("backend", "NCCL needs CUDA; use backend=auto")
+    if cfg.backend == "p2p" and (strategy not in SHARDED or dist.device.type != "cpu"):
+        error("backend", "it replaces gloo's collectives in sharded strategies on CPUs; use backend=auto")
     if cfg.gradient_accumulation_steps % W:
         near = sorted({max(1, cfg.gradient_accumulation_steps // W) * W, -(-cfg.gradient_accumulation_steps // W) * W})
         error("gradient_accumulation_steps", f"it counts micro-batches over all processes and must be a multiple of {W}; try {' or '.join(map(str, near))}")
@@ -373,6 +374,12 @@ def parallelize(model, cfg, dist, mesh=None):
               reshard_after_forward=cfg.strategy != "shard_grad_op" and module is not model,  # the root is needed again at once
               offload_policy=CPUOffloadPolicy(pin_memory=dist.device.type == "cuda") if name in offloaded else OffloadPolicy())
 
+    if cfg.backend == "p2p":
+        for module in model.modules():
+            if is_sharded(module):
+                module.set_custom_all_gather(PeerAllGather())
+                module.set_custom_reduce_scatter(PeerReduceScatter())
+
     # 5) materialize: only now does memory exist, and only for this rank's rows. Through the root: this keeps the tie.
     on_host = {id(p) for name, p in model.named_parameters() if name in host_names}
     # Module._apply is what to_empty calls; directly, because a model that is part offloaded needs two devices
@@ -389,6 +396,40 @@ def parallelize(model, cfg, dist, mesh=None):
             unit.set_modules_to_forward_prefetch(order[i + 1:i + 1 + cfg.prefetch_blocks])
             unit.set_modules_to_backward_prefetch(order[max(0, i - cfg.prefetch_blocks):i][::-1])
     return model
+
+
+def exchange(mine, theirs, group):
+    """Send mine[r] to every other rank r of the group and receive its piece into theirs[r]."""
+    others = [(group.rank() + k) % group.size() for k in range(1, group.size())]
+    work = [td.isend(mine[r], group=group, group_dst=r) for r in others] + [td.irecv(theirs[r], group=group, group_src=r) for r in others]
+    for w in work:
+        w.wait()
+
+
+class PeerAllGather:
+    """
+    backend=p2p: each rank's rows straight into the place where the others need them. gloo's own all-gather copies the whole unit
+    once more, and its reduce-scatter is an all-reduce of a copy: 7 MB on 2 ranks take 6.6 and 10 ms, these 4.0 and 4.5.
+    """
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        pieces = output_tensor.chunk(group.size())  # FSDP2 has put this rank's there already: that is input_tensor
+        exchange([input_tensor] * group.size(), pieces, group)
+
+
+class PeerReduceScatter(PeerAllGather):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        mine, rank = input_tensor.chunk(group.size()), group.rank()
+        theirs = [mine[r] if r == rank else torch.empty_like(output_tensor) for r in range(group.size())]
+        exchange(mine, theirs, group)
+        torch.add(theirs[0], theirs[1], out=output_tensor)  # in the order of the ranks: one result, whoever adds
+        for piece in theirs[2:]:
+            output_tensor += piece
+        if op == td.ReduceOp.AVG:
+            output_tensor /= group.size()
 
 
 def freeze(model, pattern):

@@ -342,6 +342,8 @@ def test_config_combinations_without_meaning(tmp):
         (two, dict(strategy="full_shard", activation_offload=True, compile=True), "activation_offload"),
         (two, dict(strategy="full_shard", activation_offload=True, activation_checkpointing="selective"), "full or none"),
         (two, dict(strategy="full_shard", backend="nccl"), "NCCL"),
+        (two, dict(strategy="ddp", backend="p2p"), "use backend=auto"),
+        (fsdp.Dist(world_size=2, device=torch.device("cuda", 0)), dict(strategy="full_shard", backend="p2p"), "use backend=auto"),
         (fsdp.Dist(), dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
         (fsdp.Dist(), dict(strategy="single", grad_sync="last"), "grad_sync"),
     ]:
@@ -602,9 +604,9 @@ def pairwise():
 
 # without biases: five steps of Adam blow the rounding noise of LayerNorm's bias up to 1.3e-5
 PAIRWISE = {f"pair{i}": {**case, "bias": False} for i, case in enumerate(pairwise())}
-BASIC = {1: {}, 2: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op"), "single_under_torchrun": None},
-         3: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op", grad_sync="last")},
-         4: {"full": dict(strategy="full_shard"), "hybrid": dict(strategy="hybrid_shard", shard_group_size=2), "zero2": dict(strategy="shard_grad_op")}}
+BASIC = {1: {}, 2: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op"), "p2p": dict(strategy="full_shard", backend="p2p", cpu_offload=0.5)},
+         3: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "p2p": dict(strategy="shard_grad_op", backend="p2p"), "zero2": dict(strategy="shard_grad_op", grad_sync="last")},
+         4: {"full": dict(strategy="full_shard"), "p2p": dict(strategy="hybrid_shard", shard_group_size=2, backend="p2p"), "hybrid": dict(strategy="hybrid_shard", shard_group_size=2), "zero2": dict(strategy="shard_grad_op")}}
 
 
 def cases_for(world):
@@ -624,6 +626,8 @@ def cases_for(world):
         cases += [(f"eval-{s}", "case_evaluation", dict(strategy=s)) for s in ("ddp", "shard_grad_op", "full_shard")]
         cases += [("fp16-" + s, "case_overflow", dict(strategy=s, offload=o)) for s, o in (("ddp", 0.0), ("full_shard", 0.0), ("shard_grad_op", 0.5))]
         cases += [("clip-mixed", "case_clip_mixed", {}), ("generate", "case_generate", {}), ("bf16", "case_bf16_quality", {}), ("units", "case_units", {})]
+    if world in (2, 3):
+        cases.append(("peers", "case_peers", dict(strategy="full_shard", backend="p2p", dtype="bfloat16")))
     if world == 4:
         cases += [("coll-hybrid_shard-every-plain", "case_collectives", dict(strategy="hybrid_shard", shard_group_size=2, grad_sync="every")),
                   ("coll-hybrid_shard-last-plain", "case_collectives", dict(strategy="hybrid_shard", shard_group_size=2, grad_sync="last")),
@@ -849,6 +853,29 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, world, grad_syn
     else:
         assert reduced == []
     assert r["planned"] == {**moved, **({"all_reduce": sum(reduced)} if reduced else {})}  # plan.py's formula
+
+
+def case_peers(tmp, **overrides):
+    run = built(tmp, **overrides)
+    dist, cfg, _, gpt, *_ = run
+    steps(*run)
+    sends, isend, gather, scatter = [], td.isend, td.all_gather_into_tensor, td.reduce_scatter_tensor
+    td.isend = lambda t, **kwargs: (sends.append((kwargs["group_dst"], t.numel() * t.element_size())), isend(t, **kwargs))[1]
+    td.all_gather_into_tensor = td.reduce_scatter_tensor = None  # not used
+    try:
+        steps(*run, first=1)
+    finally:
+        td.isend, td.all_gather_into_tensor, td.reduce_scatter_tensor = isend, gather, scatter
+    return dict(sends=sends, planned=plan.sent(plan.traffic(gpt, cfg, dist), cfg, dist, dist.world_size))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_mechanisms_p2p_sends_what_a_ring_would(ranks, world):
+    """(W - 1) / W of every unit, each rank's rows once to every other rank: 2 L + 1 gathers and L + 1 scatters a micro-batch."""
+    for rank, r in enumerate(values(ranks(world), "peers")):
+        assert sum(n for _, n in r["sends"]) == r["planned"][0]
+        assert len(r["sends"]) == (world - 1) * 12 // world * (3 * 3 + 2)
+        assert {to for to, _ in r["sends"]} == set(range(world)) - {rank}
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
