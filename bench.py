@@ -34,14 +34,7 @@ T_START = time.time()
 
 def arguments(argv):
     """(bench's own options, the rest for train.load_config)."""
-    own = dict(strategies="", variants="", steps="20", breakdown="", nanogpt="", checkpoint_io="", json="")
-    rest = []
-    for arg in argv:
-        key, _, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--") and key in own:
-            own[key] = value or "True"
-        else:
-            rest.append(arg)
+    own, rest = train.split_flags(argv, dict(strategies="", variants="", steps="20", breakdown="", nanogpt="", checkpoint_io="", json=""))
     if not own["steps"].isdigit() or int(own["steps"]) < 1 or own["checkpoint_io"] and not own["checkpoint_io"].isdigit():
         raise SystemExit(f"--steps={own['steps']} and --checkpoint_io={own['checkpoint_io']} must be whole numbers, at least 1")
     return own, rest

@@ -434,16 +434,10 @@ def whole(own, key):
 
 
 def main(argv):
-    from train import PEAK_FLOPS, data_dir, load_config, read_meta
+    from train import PEAK_FLOPS, data_dir, load_config, read_meta, split_flags
     if "--help" in argv or "-h" in argv:
         return print(__doc__.strip())
-    own, rest = dict(OWN), []
-    for arg in argv:
-        key, _, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--") and key in own:
-            own[key] = value or "True"
-        else:
-            rest.append(arg)
+    own, rest = split_flags(argv, OWN)
     W = whole(own, "world_size")
     if own["accounting"]:
         if own["accounting"] != "zero" or not own["params"]:

@@ -166,6 +166,18 @@ def load_config(argv, base=None):
     return check_values(Config(**values))
 
 
+def split_flags(argv, own):
+    """({key: value} of a script's own flags, defaults in `own`; the rest of argv, for load_config)."""
+    values, rest = dict(own), []
+    for arg in argv:
+        key, _, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--") and key in own:
+            values[key] = value or "True"
+        else:
+            rest.append(arg)
+    return values, rest
+
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
