@@ -87,14 +87,17 @@ class Forked:
     torchrun and the imports take. The ranks get torchrun's environment, its store included.
     """
 
-    def __init__(self, world, function, *args, restarts=None):  # restarts: an earlier Forked, whose store these ranks get, as torchrun's do
+    def __init__(self, world, function, *args, alone=None, restarts=None):
+        """alone: no torchrun around it, as for one rank by default. restarts: an earlier Forked, whose store these ranks get, as torchrun's do."""
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["test_fsdp", "torch._dynamo", "torch.distributed.fsdp"])
-        self.store = restarts.store if restarts else td.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
+        alone = world == 1 if alone is None else alone
+        self.store = None if alone else restarts.store if restarts else td.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.logs, self.ranks = tempfile.TemporaryDirectory(), []
         for rank in range(world):
-            env = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
-                       TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=int(restarts is not None)) if world > 1 else {}
+            env = {} if alone else dict(
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
+                TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=int(restarts is not None))
             self.ranks.append(server.Process(target=forked_rank, args=(env, self.logs.name, function, args)))
             self.ranks[-1].start()
 
@@ -146,7 +149,7 @@ _results = {}
 def on_ranks(world, cases, tmp):
     """Run cases [(name, function name, kwargs)] on `world` ranks in one launch; {name: [result of each rank]}."""
     out = os.path.join(tmp, f"results-{world}.json")
-    p = Forked(world, worker, cases, out).finish(timeout=600)
+    p = Forked(world, worker, cases, out, alone=False).finish(timeout=600)
     if not os.path.exists(out):
         pytest.fail(f"workers died:\n{p.stdout}\n{p.stderr}")
     with open(out) as f:
