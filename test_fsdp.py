@@ -98,7 +98,7 @@ class Forked:
             env = {} if alone else dict(
                 RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
                 TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=int(restarts is not None))
-            self.ranks.append(server.Process(target=forked_rank, args=(env, self.logs.name, function, args)))
+            self.ranks.append(server.Process(target=forked_rank, args=(env, self.logs.name, function, args), daemon=True))  # ended with pytest, at the latest
             self.ranks[-1].start()
 
     def kill(self):
