@@ -87,7 +87,8 @@ def setup(cfg):
         store = None
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_WORLD_SIZE") == "1":
             # torchrun's store outlives a restart of the ranks (pytorch issue 135712): without a name of its own for each start, a
-            # rank can read the address that its dead peer left there. Across nodes the counts differ: see the README, Many nodes
+            # rank can read the address that its dead peer left there. Across nodes the counts differ: there it takes the
+            # variable that the README's command for many nodes exports
             store = td.PrefixStore("start " + env["TORCHELASTIC_RESTART_COUNT"], td.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False))
         td.init_process_group(backend, store=store, rank=dist.rank, world_size=dist.world_size, timeout=timedelta(minutes=10))
     return dist, cfg

@@ -264,8 +264,8 @@ def resolve(cfg, world_size, machine, vocab_size, gpt=None):
     dist = fsdp.Dist(world_size=world_size, device=torch.device("cpu" if cfg.device == "cpu" else "cuda"), local_world_size=min(world_size, machine["gpus_per_node"]))
     if cfg.gradient_accumulation_steps % world_size:
         cfg = replace(cfg, gradient_accumulation_steps=-(-cfg.gradient_accumulation_steps // world_size) * world_size)
-    # compile=False: planning needs no compiler. auto: what a GPU of today does best
-    cfg = fsdp.resolve(replace(cfg, compile=False, dtype="bfloat16" if cfg.dtype == "auto" else cfg.dtype), dist)
+    # neither needs what it names: planning compiles and sends nothing. auto: what a GPU of today does best
+    cfg = fsdp.resolve(replace(cfg, compile=False, backend="auto", dtype="bfloat16" if cfg.dtype == "auto" else cfg.dtype), dist)
     return gpt or build(cfg, vocab_size), cfg, dist
 
 

@@ -104,6 +104,7 @@ class Forked:
     def kill(self):
         for p in self.ranks:
             p.kill()
+        for p in self.ranks:
             p.join()
 
     def finish(self, timeout=120):
@@ -859,17 +860,19 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, world, grad_syn
 
 
 def case_peers(tmp, **overrides):
+    from torch.distributed.tensor.debug import CommDebugMode
     run = built(tmp, **overrides)
     dist, cfg, _, gpt, *_ = run
     steps(*run)
-    sends, isend, gather, scatter = [], td.isend, td.all_gather_into_tensor, td.reduce_scatter_tensor
+    sends, isend = [], td.isend
     td.isend = lambda t, **kwargs: (sends.append((kwargs["group_dst"], t.numel() * t.element_size())), isend(t, **kwargs))[1]
-    td.all_gather_into_tensor = td.reduce_scatter_tensor = None  # not used
     try:
         steps(*run, first=1)
     finally:
-        td.isend, td.all_gather_into_tensor, td.reduce_scatter_tensor = isend, gather, scatter
-    return dict(sends=sends, planned=plan.sent(plan.traffic(gpt, cfg, dist), cfg, dist, dist.world_size))
+        td.isend = isend
+    with CommDebugMode() as comm:  # one micro-batch
+        run[2](*run[5].train(2, 0))[1].backward()
+    return dict(sends=sends, others=[str(k) for k in comm.get_comm_counts()], planned=plan.sent(plan.traffic(gpt, cfg, dist), cfg, dist, dist.world_size))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -879,6 +882,7 @@ def test_mechanisms_p2p_sends_what_a_ring_would(ranks, world):
         assert sum(n for _, n in r["sends"]) == r["planned"][0]
         assert len(r["sends"]) == (world - 1) * 12 // world * (3 * 3 + 2)
         assert {to for to, _ in r["sends"]} == set(range(world)) - {rank}
+        assert not any("gather" in name or "scatter" in name for name in r["others"])
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -955,7 +959,7 @@ def simulated(W, argv, vocab_size=50304):
     (8, ["--gradient_accumulation_steps=32"]), (8, ["--gradient_accumulation_steps=16", "--grad_sync=last", *WIDE]),
     (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16", "--grad_sync=last"]),
     (8, [r"--freeze=wte|wpe|h\.[01]\."]), (8, ["--freeze=mlp"]), (8, ["--cpu_offload=0.5", *WIDE]), (8, ["--activation_offload=True"]),
-    (8, ["--wrap_min_params=100000"]), (8, ["--prefetch_blocks=2", *WIDE]), (8, ["--reduce_dtype=bfloat16", "--dtype=float16", "--bias=True"]),
+    (8, ["--wrap_min_params=100000", "--backend=p2p"]), (8, ["--prefetch_blocks=2", *WIDE]), (8, ["--reduce_dtype=bfloat16", "--dtype=float16", "--bias=True"]),
 ])
 def test_plan_formula_is_the_simulation(W, argv):
     """Within 5%; the whole table, 124M to 13B, is `python test_fsdp.py simulations`."""
@@ -1209,7 +1213,6 @@ def arguments(tmp, out, **overrides):
 
 def command(tmp, out, **overrides):
     return [os.path.join(HERE, "train.py"), *arguments(tmp, out, **overrides)]
-
 
 
 def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
