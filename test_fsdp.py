@@ -346,8 +346,9 @@ def test_config_combinations_without_meaning(tmp):
         (two, dict(strategy="full_shard", activation_offload=True, compile=True), "activation_offload"),
         (two, dict(strategy="full_shard", activation_offload=True, activation_checkpointing="selective"), "full or none"),
         (two, dict(strategy="full_shard", backend="nccl"), "NCCL"),
-        (two, dict(strategy="ddp", backend="p2p"), "use backend=auto"),
-        (fsdp.Dist(world_size=2, device=torch.device("cuda", 0)), dict(strategy="full_shard", backend="p2p"), "use backend=auto"),
+        (two, dict(strategy="ddp", backend="shm"), "use backend=auto"),
+        (fsdp.Dist(world_size=2, device=torch.device("cuda", 0)), dict(strategy="full_shard", backend="shm"), "use backend=auto"),
+        (fsdp.Dist(world_size=4, local_world_size=2), dict(strategy="full_shard", backend="shm"), "one node, which has 2"),
         (fsdp.Dist(), dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
         (fsdp.Dist(), dict(strategy="single", grad_sync="last"), "grad_sync"),
     ]:
@@ -608,9 +609,9 @@ def pairwise():
 
 # without biases: five steps of Adam blow the rounding noise of LayerNorm's bias up to 1.3e-5
 PAIRWISE = {f"pair{i}": {**case, "bias": False} for i, case in enumerate(pairwise())}
-BASIC = {1: {}, 2: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op"), "p2p": dict(strategy="full_shard", backend="p2p", cpu_offload=0.5)},
-         3: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "p2p": dict(strategy="shard_grad_op", backend="p2p"), "zero2": dict(strategy="shard_grad_op", grad_sync="last")},
-         4: {"full": dict(strategy="full_shard"), "p2p": dict(strategy="hybrid_shard", shard_group_size=2, backend="p2p"), "hybrid": dict(strategy="hybrid_shard", shard_group_size=2), "zero2": dict(strategy="shard_grad_op")}}
+BASIC = {1: {}, 2: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "zero2": dict(strategy="shard_grad_op"), "shm": dict(strategy="full_shard", backend="shm", cpu_offload=0.5)},
+         3: {"ddp": dict(strategy="ddp"), "full": dict(strategy="full_shard"), "shm": dict(strategy="shard_grad_op", backend="shm"), "zero2": dict(strategy="shard_grad_op", grad_sync="last")},
+         4: {"full": dict(strategy="full_shard"), "shm": dict(strategy="hybrid_shard", shard_group_size=2, backend="shm"), "hybrid": dict(strategy="hybrid_shard", shard_group_size=2), "zero2": dict(strategy="shard_grad_op")}}
 
 
 def cases_for(world):
@@ -631,7 +632,7 @@ def cases_for(world):
         cases += [("fp16-" + s, "case_overflow", dict(strategy=s, offload=o)) for s, o in (("ddp", 0.0), ("full_shard", 0.0), ("shard_grad_op", 0.5))]
         cases += [("clip-mixed", "case_clip_mixed", {}), ("generate", "case_generate", {}), ("bf16", "case_bf16_quality", {}), ("units", "case_units", {})]
     if world in (2, 3):
-        cases.append(("peers", "case_peers", dict(strategy="full_shard", backend="p2p", dtype="bfloat16")))
+        cases.append(("shm", "case_shared_memory", dict(strategy="full_shard", backend="shm", dtype="bfloat16")))
     if world == 4:
         cases += [("coll-hybrid_shard-every-plain", "case_collectives", dict(strategy="hybrid_shard", shard_group_size=2, grad_sync="every")),
                   ("coll-hybrid_shard-last-plain", "case_collectives", dict(strategy="hybrid_shard", shard_group_size=2, grad_sync="last")),
@@ -859,30 +860,69 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, world, grad_syn
     assert r["planned"] == {**moved, **({"all_reduce": sum(reduced)} if reduced else {})}  # plan.py's formula
 
 
-def case_peers(tmp, **overrides):
+def case_shared_memory(tmp, **overrides):
     from torch.distributed.tensor.debug import CommDebugMode
     run = built(tmp, **overrides)
     dist, cfg, _, gpt, *_ = run
     steps(*run)
-    sends, isend = [], td.isend
-    td.isend = lambda t, **kwargs: (sends.append((kwargs["group_dst"], t.numel() * t.element_size())), isend(t, **kwargs))[1]
-    try:
-        steps(*run, first=1)
-    finally:
-        td.isend = isend
+    calls, call = [], fsdp.SharedMemory.__call__
+
+    def heard(self, output_tensor, input_tensor, group, op=None, **kwargs):
+        calls.append((op is None, (output_tensor.nbytes - input_tensor.nbytes) if op is None else output_tensor.nbytes * (group.size() - 1)))
+        return call(self, output_tensor, input_tensor, group, op, **kwargs)
+    fsdp.SharedMemory.__call__ = heard
+    steps(*run, first=1)
+    fsdp.SharedMemory.__call__ = call
     with CommDebugMode() as comm:  # one micro-batch
         run[2](*run[5].train(2, 0))[1].backward()
-    return dict(sends=sends, others=[str(k) for k in comm.get_comm_counts()], planned=plan.sent(plan.traffic(gpt, cfg, dist), cfg, dist, dist.world_size))
+    with open("/proc/self/maps") as f:
+        mapped = [line for line in f if "/dev/shm/" in line]
+    return dict(calls=calls, mapped=mapped, others=[str(k) for k in comm.get_comm_counts()], planned=plan.sent(plan.traffic(gpt, cfg, dist), cfg, dist, dist.world_size))
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_mechanisms_p2p_sends_what_a_ring_would(ranks, world):
-    """(W - 1) / W of every unit, each rank's rows once to every other rank: 2 L + 1 gathers and L + 1 scatters a micro-batch."""
-    for rank, r in enumerate(values(ranks(world), "peers")):
-        assert sum(n for _, n in r["sends"]) == r["planned"][0]
-        assert len(r["sends"]) == (world - 1) * 12 // world * (3 * 3 + 2)
-        assert {to for to, _ in r["sends"]} == set(range(world)) - {rank}
+def test_mechanisms_shared_memory_carries_what_a_ring_would(ranks, world):
+    """(W - 1) / W of every unit comes from other ranks: 2 L + 1 gathers and L + 1 scatters a micro-batch; no file is left."""
+    for r in values(ranks(world), "shm"):
+        A, gathers = 12 // world, sum(gather for gather, _ in r["calls"])
+        assert sum(n for _, n in r["calls"]) == r["planned"][0]
+        assert (gathers, len(r["calls"]) - gathers) == (A * 7, A * 4)
         assert not any("gather" in name or "scatter" in name for name in r["others"])
+        assert r["mapped"] and all(line.endswith("(deleted)\n") for line in r["mapped"])
+
+
+def exchanges(out):
+    """Gathers and reduce-scatters of many sizes; ranks fall behind and run ahead between barrier and reading."""
+    dist, cfg = fsdp.setup(train.replace(Config(), strategy="full_shard", device="cpu", gradient_accumulation_steps=6, backend="shm", compile=False))
+    W, rank, comm, group, draw, barrier = dist.world_size, dist.rank, fsdp.SharedMemory(), td.group.WORLD, random.Random(dist.rank), td.barrier
+    td.barrier = lambda group: (barrier(group), time.sleep(draw.random() * 0.01))
+    for i in range(120):
+        n, dtype = 1 + i * 7919 % 5000, torch.float32 if i % 3 else torch.bfloat16
+        values = [[torch.full((n,), 16.0 * r + to + i % 5, dtype=dtype) for to in range(W)] for r in range(W)]  # [from][to], exact in bfloat16
+        if i % 2:
+            gathered = torch.zeros(W, n, dtype=dtype)
+            gathered[rank] = values[rank][0]
+            comm(gathered.view(-1), gathered[rank], group, async_op=False)
+            assert torch.equal(gathered, torch.stack([v[0] for v in values])), i
+        else:
+            result, op = comm.allocate((n,), dtype=dtype, device=dist.device), td.ReduceOp.AVG if i % 4 else td.ReduceOp.SUM
+            comm(result, torch.cat(values[rank]), group, op)
+            assert torch.equal(result, sum(v[rank] for v in values) / (W if i % 4 else 1)), i
+    td.barrier = barrier
+    os.posix_fallocate = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    try:
+        fsdp.SharedMemory()(torch.zeros(W), torch.zeros(1), group)
+    except SystemExit as e:
+        with open(f"{out}-{rank}", "w") as f:
+            f.write(str(e))
+
+
+def test_mechanisms_shared_memory_waits_for_the_slowest(tmp):
+    p = Forked(3, exchanges, os.path.join(tmp, "no-room")).finish()
+    assert p.returncode == 0, p.stderr
+    for rank in range(3):
+        with open(os.path.join(tmp, f"no-room-{rank}")) as f:
+            assert re.fullmatch(r"backend=shm: \S+ has no room for 0 MiB; .*backend=auto", f.read())
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -959,7 +999,7 @@ def simulated(W, argv, vocab_size=50304):
     (8, ["--gradient_accumulation_steps=32"]), (8, ["--gradient_accumulation_steps=16", "--grad_sync=last", *WIDE]),
     (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16", "--grad_sync=last"]),
     (8, [r"--freeze=wte|wpe|h\.[01]\."]), (8, ["--freeze=mlp"]), (8, ["--cpu_offload=0.5", *WIDE]), (8, ["--activation_offload=True"]),
-    (8, ["--wrap_min_params=100000", "--backend=p2p"]), (8, ["--prefetch_blocks=2", *WIDE]), (8, ["--reduce_dtype=bfloat16", "--dtype=float16", "--bias=True"]),
+    (8, ["--wrap_min_params=100000", "--backend=shm"]), (8, ["--prefetch_blocks=2", *WIDE]), (8, ["--reduce_dtype=bfloat16", "--dtype=float16", "--bias=True"]),
 ])
 def test_plan_formula_is_the_simulation(W, argv):
     """Within 5%; the whole table, 124M to 13B, is `python test_fsdp.py simulations`."""

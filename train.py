@@ -80,7 +80,7 @@ class Config:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps; under torchrun each process takes its local rank's GPU
     dtype: str = "auto"  # compute type: float32, bfloat16, float16 (with loss scaling); auto: the fastest safe one of the device
     compile: bool = True  # torch.compile: a minute at the start, then faster; per block when sharded. Off for short runs
-    backend: str = "auto"  # auto: NCCL on GPUs with gloo beside it, gloo on CPUs. p2p: gloo, and FSDP's shards go straight from rank to rank: faster on CPUs
+    backend: str = "auto"  # auto: NCCL on GPUs with gloo beside it, gloo on CPUs. shm: gloo, but FSDP's shards go through shared memory: faster on a node's CPUs
     # sharding
     strategy: str = ""  # single, ddp, shard_grad_op (ZeRO-2), full_shard (ZeRO-3), hybrid_shard; '': full_shard under torchrun, else single
     shard_group_size: int = 0  # hybrid_shard: ranks that share one copy of the model; 0: the ranks of a node
@@ -95,7 +95,7 @@ class Config:
 
 CHOICES = {
     "checkpoint": ("full", "sharded"), "dtype": ("auto", *fsdp.DTYPES), "strategy": ("", *fsdp.STRATEGIES), "reduce_dtype": tuple(fsdp.DTYPES),
-    "activation_checkpointing": ("none", "selective", "full"), "grad_sync": ("auto", "every", "last"), "backend": ("auto", "nccl", "gloo", "p2p"),
+    "activation_checkpointing": ("none", "selective", "full"), "grad_sync": ("auto", "every", "last"), "backend": ("auto", "nccl", "gloo", "shm"),
 }
 AT_LEAST_1 = ("eval_interval", "log_interval", "eval_iters", "gradient_accumulation_steps", "batch_size", "block_size", "n_layer", "n_head", "n_embd", "keep_checkpoints")
 BELOW_1 = ("dropout", "beta1", "beta2")
