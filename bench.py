@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 
 import torch
 
@@ -89,13 +90,15 @@ class Variant:
         flops = self.gpt.flops_per_token() * tokens / median / self.dist.world_size
         peak = train.peak_flops(self.dist)
         return dict(name=self.name, step_ms=median * 1e3, fastest_ms=min(self.times) * 1e3, slowest_ms=max(self.times) * 1e3, tokens_per_s=tokens / median,
-                    flops=flops, mfu=flops / peak if peak else None, of_matmul=flops / rate, startup_s=self.startup, peak_memory=train.peak_memory(self.dist))
+                    flops=flops, mfu=flops / peak if peak else None, of_matmul=flops / rate, startup_s=self.startup, peak_memory=train.peak_memory(self.dist), host_memory=train.peak_host_memory())
 
 
 def breakdown(variant):
     """Seconds of a step by phase: everything timed on the host, with a synchronization after each phase."""
     v, cfg, dist = variant, variant.cfg, variant.dist
-    phases = dict.fromkeys(("data", "forward", "backward", "clip", "optimizer"), 0.0)
+    phases = dict.fromkeys(("data", "forward", "backward", "clip", "optimizer", "logging"), 0.0)
+    with tempfile.TemporaryDirectory() as out:
+        metrics = train.Metrics(replace(cfg, out_dir=out, wandb_log=False, tensorboard=False), dist, 0)
     for _ in range(5):
         for micro in range(cfg.gradient_accumulation_steps // dist.world_size):
             t = [time.perf_counter()]
@@ -114,8 +117,10 @@ def breakdown(variant):
         v.optimizer.step()
         v.optimizer.zero_grad(set_to_none=True)
         synchronize(dist), t.append(time.perf_counter())
-        phases["clip"] += (t[1] - t[0]) / 5
-        phases["optimizer"] += (t[2] - t[1]) / 5
+        metrics.write(dict(iter=v.step, loss=fsdp.mean(loss.detach(), dist).item(), peak_memory=train.peak_memory(dist)))
+        t.append(time.perf_counter())
+        for key, a, b in zip(("clip", "optimizer", "logging"), t, t[1:]):
+            phases[key] += (b - a) / 5
     # communication runs inside forward and backward: its share by the profiler (waiting for other ranks included)
     with torch.profiler.profile() as prof:
         v.run(3)
@@ -148,7 +153,6 @@ def against_nanogpt(directory, argv, cfg, steps):
 
 def checkpoint_io(megabytes, cfg, dist):
     """Seconds to save and load a full state of about so many MB, ours (atomic, synced, mapped) and plain torch.save / torch.load."""
-    from dataclasses import replace
     width = max(12, int((megabytes * 1e6 / 12 / 12 / 4) ** 0.5) // 12 * 12)  # 4 blocks of 12 n^2 parameters, 12 bytes each
     v = Variant("io", replace(cfg, n_layer=4, n_embd=width, n_head=12, block_size=16, batch_size=1, gradient_accumulation_steps=dist.world_size), dist)
     times = {}
@@ -243,11 +247,11 @@ def main(argv):
             for v in variants:  # in turns
                 v.run(1)
         out["rows"] = rows = [v.row(rates["float32" if v.cfg.dtype == "float32" else "bfloat16"]) for v in variants]
-        print0(dist, f"{'':42s} step, ms (fastest - slowest)   tokens/s     MFU  of matmul rate  memory  ratio to the first")
+        print0(dist, f"{'':42s} step, ms (fastest - slowest)   tokens/s     MFU  of matmul rate  memory    host  ratio to the first")
         for r in rows:
             mfu = f"{r['mfu']:.1%}" if r["mfu"] else "n/a"
             print0(dist, f"{r['name'][:40]:42s} {r['step_ms']:8.1f} ({r['fastest_ms']:7.1f} - {r['slowest_ms']:7.1f}) {r['tokens_per_s']:10,.0f}  "
-                         f"{mfu:>6s}  {r['of_matmul']:13.1%}  {r['peak_memory'] / 2**30:5.2f}G  {r['step_ms'] / rows[0]['step_ms']:8.3f} x its time")
+                         f"{mfu:>6s}  {r['of_matmul']:13.1%}  {r['peak_memory'] / 2**30:5.2f}G  {r['host_memory'] / 2**30:5.2f}G  {r['step_ms'] / rows[0]['step_ms']:8.3f} x its time")
         if own["breakdown"]:
             for v in variants:
                 phases, top = breakdown(v)

@@ -421,11 +421,11 @@ class SharedMemory:
         W, rank = group.size(), group.rank()
         pieces = input_tensor.view(1 if op is None else W, -1)  # (1, n): one for all; (W, n): one for each rank
         nbytes = W * pieces.nbytes
-        first, second = self.regions.get(group, [torch.empty(0)] * 2)
-        if second.nbytes < nbytes:
-            second = shared_region(nbytes, group)
-        self.regions[group] = [second, first]
-        shared = second[:nbytes].view(input_tensor.dtype).view(W, *pieces.shape)  # [from, to] for a reduce-scatter, [from, 0] for a gather
+        last, region = self.regions.get(group, [torch.empty(0)] * 2)
+        if region.nbytes < nbytes:
+            region = shared_region(nbytes, group)
+        self.regions[group] = [region, last]
+        shared = region[:nbytes].view(input_tensor.dtype).view(W, *pieces.shape)  # [from, to] for a reduce-scatter, [from, 0] for a gather
         for r in range(len(pieces)):
             if op is None or r != rank:
                 shared[rank, r] = pieces[r]

@@ -1785,6 +1785,52 @@ def test_tools_log_line_and_metrics(tmp):
             assert p.returncode == 1 and f"pip install {package}" in p.stderr and "Traceback" not in p.stderr
 
 
+def bench_main(*argv):
+    import bench
+    rate = bench.matmul_rate
+    bench.matmul_rate = lambda dist, dtype: rate(dist, dtype, n=256)  # 2048 in bf16 takes some machines 10 s
+    bench.main(list(argv))
+
+
+def test_tools_bench(tmp, tmp_path):
+    """Its figures against each other and against plain PyTorch's count of the FLOPs; its options as its help has them."""
+    from torch.utils.flop_counter import FlopCounterMode
+    file, (steps_of, model) = tmp_path / "bench.json", (["--steps=3"], arguments(tmp, tmp_path, gradient_accumulation_steps=2, bias=False))
+    p = Forked(2, bench_main, *model, *steps_of, "--strategies=ddp,full_shard", "--variants=;batch_size=4", "--breakdown", f"--json={file}").finish()
+    assert p.returncode == 0, p.stderr
+    names = ["strategy=ddp", "strategy=full_shard", "batch_size=4 strategy=ddp", "batch_size=4 strategy=full_shard"]
+    with open(file) as f:
+        out = json.load(f)
+    assert [r["name"] for r in out["rows"]] == names and list(out["breakdown"]) == names and all(name in p.stdout for name in names)
+    for r, batch_size in zip(out["rows"], (2, 2, 4, 4)):
+        tokens = 2 * batch_size * TINY["block_size"]
+        assert r["fastest_ms"] <= r["step_ms"] <= r["slowest_ms"] and r["tokens_per_s"] == pytest.approx(tokens / r["step_ms"] * 1e3)
+        gpt = GPT(GPTConfig(**{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")}, vocab_size=67, bias=False))
+        gpt.init_weights(0)
+        x = torch.zeros(1, TINY["block_size"], dtype=torch.long)
+        with FlopCounterMode(display=False) as flops, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            gpt(x, x)[1].backward()
+        assert r["flops"] * 2 / r["tokens_per_s"] * TINY["block_size"] == pytest.approx(flops.get_total_flops(), rel=0.02)  # + LayerNorm's weights
+        assert r["host_memory"] == r["peak_memory"] > 2**26 and r["mfu"] is None
+        phases = out["breakdown"][r["name"]]
+        assert list(phases) == ["data", "forward", "backward", "clip", "optimizer", "logging", "communication, in the above"] and min(phases.values()) > 0
+        ratio = re.search(rf"^{re.escape(r['name'])} .* ([\d.]+) x its time$", p.stdout, re.M)[1]
+        assert float(ratio) == pytest.approx(r["step_ms"] / out["rows"][0]["step_ms"], abs=1e-3)
+
+    p = Forked(2, bench_main, *model, "--checkpoint_io=1", f"--json={file}").finish()
+    with open(file) as f:
+        assert p.returncode == 0 and min(json.load(f)["checkpoint_io_s"].values()) > 0
+    nano = tmp_path / "nano"  # anything that prints nanoGPT's lines
+    nano.mkdir()
+    (nano / "train.py").write_text("import sys\nassert '--n_layer=3' in sys.argv\nfor i in range(6): print(f'iter {i}: loss 1.0, time 1000.00ms, mfu -100.00%')")
+    p = Forked(1, bench_main, *arguments(tmp, tmp_path), "--steps=5", f"--nanogpt={nano}").finish()
+    assert re.search(r"^nanoGPT 1000.0 ms a step, nanoFSDP2 \d+\.\d ms: \d+\.\d\d x its tokens/s$", p.stdout, re.M), p.stdout + p.stderr
+    for argv, message in ((["--steps=0"], "--steps=0"), (["--checkpoint_io=x"], "--checkpoint_io=x"), (["--variants=strategy=dpp"], "strategy='dpp'"),
+                          (["--plot", str(tmp_path)], "no such file"), ([f"--nanogpt={tmp_path}"], "nanoGPT failed")):
+        p = Forked(1, bench_main, *(argv if "--plot" in argv else model + argv)).finish()
+        assert p.returncode == 1 and "Traceback" not in p.stderr and (message in p.stderr or "pip install matplotlib" in p.stderr), p.stderr
+
+
 # -----------------------------------------------------------------------------
 # README, configs, scripts: what is printed there works
 

@@ -337,8 +337,11 @@ def peak_flops(dist):
 
 def peak_memory(dist):
     """Bytes: the device allocator's peak on CUDA, elsewhere the process's peak resident set."""
-    if dist.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(dist.device)
+    return torch.cuda.max_memory_allocated(dist.device) if dist.device.type == "cuda" else peak_host_memory()
+
+
+def peak_host_memory():
+    """Bytes of the process's peak resident set."""
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
