@@ -36,6 +36,7 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -194,6 +195,7 @@ def run(main, *args):
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1 if e.code else 0
         if code and local_rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # train.StopSignal would only note it
             time.sleep(5)  # what all ranks see, local rank 0 says; torchrun ends the others while they wait here
         if isinstance(e.code, str):
             print(e.code, file=sys.stderr)
