@@ -3,7 +3,7 @@ The proofs, grouped: config, data, model, parity, mechanisms, plan, checkpoints,
 
     python -m pytest -q test_fsdp.py                        # all, on CPU with gloo; GPU tests skip themselves without one
     python -m pytest -q test_fsdp.py -k parity
-    python test_fsdp.py kill 50                             # the long kill test: 50 runs killed at random moments (10 minutes)
+    python test_fsdp.py kill 50                             # the long kill test: 50 runs killed at random moments (6 minutes)
     python test_fsdp.py launches 200                        # 200 two-rank launches that must all exit with 0 (20 minutes)
     python test_fsdp.py simulations                         # plan.py's formulas against simulations, 124M to 13B, 1 to 512 ranks (15 minutes)
 
