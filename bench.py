@@ -90,14 +90,15 @@ class Variant:
         flops = self.gpt.flops_per_token() * tokens / median / self.dist.world_size
         peak = train.peak_flops(self.dist)
         return dict(name=self.name, step_ms=median * 1e3, fastest_ms=min(self.times) * 1e3, slowest_ms=max(self.times) * 1e3, tokens_per_s=tokens / median,
-                    flops=flops, mfu=flops / peak if peak else None, of_matmul=flops / rate, startup_s=self.startup, peak_memory=train.peak_memory(self.dist), host_memory=train.peak_host_memory())
+                    flops=flops, mfu=flops / peak if peak else None, of_matmul=flops / rate, startup_s=self.startup,
+                    peak_memory=train.peak_memory(self.dist), host_memory=train.peak_host_memory())
 
 
 def breakdown(variant):
     """Seconds of a step by phase: everything timed on the host, with a synchronization after each phase."""
     v, cfg, dist = variant, variant.cfg, variant.dist
     phases = dict.fromkeys(("data", "forward", "backward", "clip", "optimizer", "logging"), 0.0)
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory() as out:  # gone again at once; writing to the open file costs the same
         metrics = train.Metrics(replace(cfg, out_dir=out, wandb_log=False, tensorboard=False), dist, 0)
     for _ in range(5):
         for micro in range(cfg.gradient_accumulation_steps // dist.world_size):

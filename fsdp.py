@@ -38,7 +38,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import contextmanager
@@ -158,6 +157,8 @@ def resolve(cfg, dist, distributed=True):
     group = cfg.shard_group_size or dist.local_world_size
     if strategy == "hybrid_shard" and W % group:
         error("shard_group_size", f"{W} processes do not divide into groups of {group}; use a divisor of {W}")
+    if cfg.backend == "shm" and not hasattr(os, "memfd_create"):
+        error("backend", "sharing memory needs Linux; use backend=auto")
     if cfg.backend == "shm" and dist.local_world_size % (group if strategy == "hybrid_shard" else W):
         error("backend", f"ranks that share memory must be on one node, which has {dist.local_world_size}; use backend=auto, or hybrid_shard inside the nodes")
     if cfg.activation_offload and cfg.activation_checkpointing == "selective":
@@ -446,25 +447,16 @@ class SharedMemory:
 
 
 def shared_region(nbytes, group):
-    """nbytes (uint8) that all ranks of `group`, on one machine, see (collective); SystemExit where there is no room."""
-    where, path = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir(), ""
-    if group.rank() == 0:
-        fd, path = tempfile.mkstemp(dir=where)
-        try:
-            if hasattr(os, "posix_fallocate"):  # macOS has none
-                os.posix_fallocate(fd, 0, nbytes)  # now: a page that cannot be had when it is touched kills the process
-        except OSError:
-            os.unlink(path)
-            path = ""
-        os.close(fd)
-    box = [path]
+    """nbytes (uint8) that all ranks of `group`, on one machine, see (collective). It has no name in any file system: nothing is left when they die."""
+    fd = os.memfd_create("fsdp") if group.rank() == 0 else None
+    if fd is not None:
+        os.ftruncate(fd, nbytes)
+    box = [f"/proc/{os.getpid()}/fd/{fd}"]
     td.broadcast_object_list(box, group=group, group_src=0, device=torch.device("cpu"))
-    if not box[0]:
-        raise SystemExit(f"backend=shm: {where} has no room for {nbytes / 2**20:.0f} MiB; make it larger (docker run --shm-size) or use backend=auto")
     region = torch.from_file(box[0], shared=True, size=nbytes, dtype=torch.uint8)
     td.barrier(group)
-    if path:
-        os.unlink(path)  # the memory stays until the last process has left; nothing is left behind, whatever happens
+    if fd is not None:
+        os.close(fd)
     return region
 
 

@@ -876,22 +876,22 @@ def case_shared_memory(tmp, **overrides):
     with CommDebugMode() as comm:  # one micro-batch
         run[2](*run[5].train(2, 0))[1].backward()
     with open("/proc/self/maps") as f:
-        mapped = [line for line in f if "/dev/shm/" in line]
+        mapped = [line.split(maxsplit=5)[5].strip() for line in f if "fsdp" in line and "shared" not in line and " rw-s " in line]
     return dict(calls=calls, mapped=mapped, others=[str(k) for k in comm.get_comm_counts()], planned=plan.sent(plan.traffic(gpt, cfg, dist), cfg, dist, dist.world_size))
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_mechanisms_shared_memory_carries_what_a_ring_would(ranks, world):
-    """(W - 1) / W of every unit comes from other ranks: 2 L + 1 gathers and L + 1 scatters a micro-batch; no file is left."""
+    """(W - 1) / W of every unit comes from other ranks: 2 L + 1 gathers and L + 1 scatters a micro-batch."""
     for r in values(ranks(world), "shm"):
         A, gathers = 12 // world, sum(gather for gather, _ in r["calls"])
         assert sum(n for _, n in r["calls"]) == r["planned"][0]
         assert (gathers, len(r["calls"]) - gathers) == (A * 7, A * 4)
         assert not any("gather" in name or "scatter" in name for name in r["others"])
-        assert r["mapped"] and all(line.endswith("(deleted)\n") for line in r["mapped"])
+        assert set(r["mapped"]) == {"/memfd:fsdp (deleted)"}  # no file: nothing to leave behind
 
 
-def exchanges(out):
+def exchanges():
     """Gathers and reduce-scatters of many sizes; ranks fall behind and run ahead between barrier and reading."""
     dist, cfg = fsdp.setup(train.replace(Config(), strategy="full_shard", device="cpu", gradient_accumulation_steps=6, backend="shm", compile=False))
     W, rank, comm, group, draw, barrier = dist.world_size, dist.rank, fsdp.SharedMemory(), td.group.WORLD, random.Random(dist.rank), td.barrier
@@ -909,20 +909,11 @@ def exchanges(out):
             comm(result, torch.cat(values[rank]), group, op)
             assert torch.equal(result, sum(v[rank] for v in values) / (W if i % 4 else 1)), i
     td.barrier = barrier
-    os.posix_fallocate = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    try:
-        fsdp.SharedMemory()(torch.zeros(W), torch.zeros(1), group)
-    except SystemExit as e:
-        with open(f"{out}-{rank}", "w") as f:
-            f.write(str(e))
 
 
-def test_mechanisms_shared_memory_waits_for_the_slowest(tmp):
-    p = Forked(3, exchanges, os.path.join(tmp, "no-room")).finish()
+def test_mechanisms_shared_memory_waits_for_the_slowest():
+    p = Forked(3, exchanges).finish()
     assert p.returncode == 0, p.stderr
-    for rank in range(3):
-        with open(os.path.join(tmp, f"no-room-{rank}")) as f:
-            assert re.fullmatch(r"backend=shm: \S+ has no room for 0 MiB; .*backend=auto", f.read())
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -1795,21 +1786,20 @@ def bench_main(*argv):
 def test_tools_bench(tmp, tmp_path):
     """Its figures against each other and against plain PyTorch's count of the FLOPs; its options as its help has them."""
     from torch.utils.flop_counter import FlopCounterMode
-    file, (steps_of, model) = tmp_path / "bench.json", (["--steps=3"], arguments(tmp, tmp_path, gradient_accumulation_steps=2, bias=False))
-    p = Forked(2, bench_main, *model, *steps_of, "--strategies=ddp,full_shard", "--variants=;batch_size=4", "--breakdown", f"--json={file}").finish()
+    file, model = tmp_path / "bench.json", arguments(tmp, tmp_path, gradient_accumulation_steps=2, bias=False)
+    p = Forked(2, bench_main, *model, "--steps=3", "--strategies=ddp,full_shard", "--variants=;batch_size=4", "--breakdown", f"--json={file}").finish()
     assert p.returncode == 0, p.stderr
     names = ["strategy=ddp", "strategy=full_shard", "batch_size=4 strategy=ddp", "batch_size=4 strategy=full_shard"]
     with open(file) as f:
         out = json.load(f)
     assert [r["name"] for r in out["rows"]] == names and list(out["breakdown"]) == names and all(name in p.stdout for name in names)
+    gpt, x = GPT(GPTConfig(**{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")}, vocab_size=67, bias=False)), torch.zeros(1, TINY["block_size"], dtype=torch.long)
+    gpt.init_weights(0)
+    with FlopCounterMode(display=False) as flops, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        gpt(x, x)[1].backward()
     for r, batch_size in zip(out["rows"], (2, 2, 4, 4)):
         tokens = 2 * batch_size * TINY["block_size"]
         assert r["fastest_ms"] <= r["step_ms"] <= r["slowest_ms"] and r["tokens_per_s"] == pytest.approx(tokens / r["step_ms"] * 1e3)
-        gpt = GPT(GPTConfig(**{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")}, vocab_size=67, bias=False))
-        gpt.init_weights(0)
-        x = torch.zeros(1, TINY["block_size"], dtype=torch.long)
-        with FlopCounterMode(display=False) as flops, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            gpt(x, x)[1].backward()
         assert r["flops"] * 2 / r["tokens_per_s"] * TINY["block_size"] == pytest.approx(flops.get_total_flops(), rel=0.02)  # + LayerNorm's weights
         assert r["host_memory"] == r["peak_memory"] > 2**26 and r["mfu"] is None
         phases = out["breakdown"][r["name"]]
