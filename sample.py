@@ -1,81 +1,147 @@
 """
-Print text that a trained model makes up.
+Sample text from a trained model.
 
-    python sample.py --out_dir=out-quickstart                                # the newest checkpoint there, full or sharded
+    python sample.py --out_dir=out-quickstart                                # its newest checkpoint
     python sample.py --out_dir=out-quickstart --start='def ' --num_samples=3
-    python sample.py --init_from=gpt2 --start=FILE:prompt.txt                # GPT-2, or a Hugging Face directory
-    echo 'import os' | python sample.py --out_dir=out-quickstart --start=-   # prompt from standard input
+    python sample.py --init_from=gpt2 --start=FILE:prompt.txt   # or a Hugging Face one
+    echo 'import os' | python sample.py --out_dir=out-quickstart --start=-   # from standard input
 """
 
-import argparse
+import math
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
+from torch.nn import functional as F
 
 import fsdp
-from checkpoint import load, open_source
+from checkpoint import load
+from configurator import config_class, resolve
 from data.loader import data_dir, read_meta, tokenizer
-from model import GPT, GPTConfig
-from train import Config
+from ranks import World, pick_device, run
+from train import meta_model, open_start, with_architecture
+
+
+class KVCache:
+    """The keys and values that one block has computed, (B, nh, length, hs); for generation only."""
+
+    def __init__(self):
+        self.k = self.v = None
+        self.length = 0
+
+    def extend(self, k, v):
+        if self.length:
+            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.k, self.v, self.length = k, v, k.size(2)
+        return k, v
+
+
+@torch.no_grad()
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size=None,
+             generator=None, use_cache=True):
+    """
+    Continue idx (B, T) by sampled tokens; returns (B, T + max_new_tokens).
+
+    temperature 0 takes the likeliest token. vocab_size: the tokenizer's real size, so that the rows
+    that pad the vocabulary are never drawn. A full context restarts from its last half: positions
+    are absolute, so a sliding window would invalidate the cache at every token. This way the cost
+    stays linear in length, and the text does not depend on use_cache.
+    Under FSDP every rank must call it, with the same idx and seed: each forward gathers weights.
+    """
+    limit = model.config.block_size
+    context, cache = idx[:, -limit:], None
+    for _ in range(max_new_tokens):
+        if context.size(1) > limit:
+            context, cache = context[:, -max(1, limit // 2):], None
+        new = context
+        if use_cache and cache is None:
+            cache = [KVCache() for _ in model.blocks]
+        elif use_cache:
+            new = context[:, -1:]
+        logits, _ = model(new, cache=cache)
+        token = draw(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
+        idx = torch.cat((idx, token), dim=1)
+        context = torch.cat((context, token), dim=1)
+    return idx
+
+
+def draw(logits, temperature, top_k, generator):
+    """One token (B, 1) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    probabilities = F.softmax(logits / temperature, dim=-1)
+    return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--init_from", default="resume", help="resume: the newest checkpoint in out_dir; or gpt2, gpt2-medium, -large, -xl, or a directory in Hugging Face format")
-    parser.add_argument("--out_dir", default="out", help="where the checkpoint is (default: %(default)s)")
-    parser.add_argument("--start", default="\n", help="the prompt; FILE:path reads it from a file, - from standard input")
-    parser.add_argument("--num_samples", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--max_new_tokens", type=int, default=500, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.8, help="below 1 more likely text, 0 always the likeliest token (default: %(default)s)")
-    parser.add_argument("--top_k", type=int, default=200, help="draw from the k likeliest tokens only, 0: from all (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1337, help="default: %(default)s")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    parser.add_argument("--dtype", default="auto", choices=("auto", *fsdp.DTYPES))
-    parser.add_argument("--use_cache", default=True, type=lambda s: s.lower() != "false", help="False computes every token from the whole context, for comparison")
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
+    add = parser.add_argument
+    add("--init_from", default="resume", help="resume: the newest checkpoint in out_dir; or gpt2, "
+        "gpt2-medium, -large, -xl, or a directory in Hugging Face format")
+    add("--out_dir", default="out", help="where the checkpoint is (%(default)s)")
+    add("--start", default="\n", help="the prompt; FILE:path reads a file, - standard input")
+    add("--num_samples", type=int, default=3, help="(%(default)s)")
+    add("--max_new_tokens", type=int, default=500, help="tokens a sample (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="lower: safer text; 0: always the "
+        "likeliest token (%(default)s)")
+    add("--top_k", type=int, default=200, help="draw from the k likeliest, 0: all (%(default)s)")
+    add("--seed", type=int, default=1337, help="(%(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", default="auto", choices=("auto", *fsdp.DTYPES))
+    add("--use_cache", default=True, type=lambda text: text.lower() != "false",
+        help="False: compute every token from the whole context, to compare")
     args = parser.parse_args(argv)
-    if args.num_samples < 1 or args.max_new_tokens < 1 or args.temperature < 0 or args.top_k < 0:
-        raise SystemExit("num_samples and max_new_tokens must be at least 1, temperature and top_k at least 0")
+    if min(args.num_samples, args.max_new_tokens) < 1 or min(args.temperature, args.top_k) < 0:
+        parser.error("num_samples and max_new_tokens must be at least 1, temperature and top_k "
+                     "at least 0")
     return args
 
 
 def read_prompt(start):
     if start == "-":
         return sys.stdin.read()
-    if start.startswith("FILE:"):
-        try:
-            with open(start[5:], encoding="utf-8") as f:
-                return f.read()
-        except (OSError, UnicodeDecodeError) as e:
-            raise SystemExit(f"--start={start}: {e}")
-    return start
+    if not start.startswith("FILE:"):
+        return start
+    try:
+        with open(start[5:], encoding="utf-8") as f:
+            return f.read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise SystemExit(f"--start={start}: {e}")
 
 
 def main(argv):
     args = arguments(argv)
-    device = fsdp.pick_device(args.device)
-    dist = fsdp.Dist(device=device)
-    source = open_source(args.init_from, args.out_dir, dist)
-    with torch.device("meta"):
-        gpt = GPT(GPTConfig(**{**source.header["model_args"], "dropout": 0.0}))
-    cfg = fsdp.resolve(Config(strategy="single", compile=False, dtype=args.dtype, gradient_accumulation_steps=1), dist)
-    fsdp.parallelize(gpt, cfg, dist)
-    load(source, gpt, None, dist)
-    gpt.eval()
+    world = World(device=pick_device(args.device))
+    cfg = config_class("gpt2")(strategy="single", compile=False, gradient_accumulation_steps=1,
+                               init_from=args.init_from, out_dir=args.out_dir, dtype=args.dtype)
+    source = open_start(cfg, world)
+    cfg = with_architecture(resolve(cfg, world), source)
+    model = meta_model(cfg)
+    fsdp.parallelize(model, cfg, world)
+    load(source, model, None, world)
+    model.eval()
 
     dataset = source.header["config"].get("dataset")
-    encode, decode, vocab_size = tokenizer(read_meta(data_dir(dataset)) if dataset else {})
+    meta = read_meta(data_dir(dataset)) if dataset else {}
+    encode, decode, vocab_size = tokenizer(meta)
     prompt = encode(read_prompt(args.start)) or encode("\n")
-    x = torch.tensor([prompt], device=device)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    x = torch.tensor([prompt], device=world.device)
+    generator = torch.Generator(world.device).manual_seed(args.seed)
     t0 = time.time()
-    with fsdp.autocast(cfg, device):
+    with fsdp.autocast(cfg, world.device):
         for _ in range(args.num_samples):
-            y = gpt.generate(x, args.max_new_tokens, args.temperature, args.top_k, vocab_size, generator, args.use_cache)
+            y = generate(model, x, args.max_new_tokens, args.temperature, args.top_k, vocab_size,
+                         generator, args.use_cache)
             print(decode(y[0].tolist()))
             print("---------------")
-    print(f"{args.num_samples * args.max_new_tokens / (time.time() - t0):,.0f} tokens/s", file=sys.stderr)
+    rate = args.num_samples * args.max_new_tokens / (time.time() - t0)
+    print(f"{rate:,.0f} tokens/s", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    fsdp.run(main, sys.argv[1:])
+    run(main, sys.argv[1:])

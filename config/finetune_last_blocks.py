@@ -1,4 +1,5 @@
-# Fine-tune only the last two blocks of GPT-2 (124M) and the final LayerNorm: the rest has no gradient and no optimizer state.
+# Fine-tune only the last two blocks of GPT-2 (124M) and the final LayerNorm: the rest has no
+# gradients and no optimizer state.
 #   python data/shakespeare/prepare.py && python train.py config/finetune_last_blocks.py
 
 out_dir = 'out-last-blocks'
@@ -6,7 +7,8 @@ dataset = 'shakespeare'
 init_from = 'gpt2'
 always_save_checkpoint = False
 
-# trained: 2 blocks * 12 * 768^2 = 14.2M of 124M parameters; gradients and moments of 12 bytes each only for those
+# trained: 2 blocks * 12 * 768^2 = 14.2M of 124M parameters; only those have gradients and moments,
+# 12 bytes each
 freeze = r'wte|wpe|h\.[0-9]\.'
 
 # 4 * 8 * 1024 = 32,768 tokens a step

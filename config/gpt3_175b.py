@@ -1,7 +1,8 @@
 # GPT-3 175B on 128 GPUs and more: sharded over groups of 128, replicated across them.
 #   python plan.py config/gpt3_175b.py --world_size=1024 --gpu_memory=80
-#   torchrun --nnodes=128 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST1:29500 train.py config/gpt3_175b.py
-# 12 * 96 * 12288^2 = 173.9 billion in the blocks + (50,304 + 2,048) * 12288 = 0.64 billion: 174.6 billion.
+#   torchrun --nnodes=128 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST1:29500 \
+#       train.py config/gpt3_175b.py
+# 12 * 96 * 12288^2 = 173.9 billion in the blocks + (50,304 + 2,048) * 12288 = 0.64 billion: 174.6.
 # 16 bytes each (fp32 master, gradient, two moments) are 2.79 TB, 21.8 GB a GPU in groups of 128.
 
 out_dir = 'out-gpt3-175b'
@@ -15,7 +16,8 @@ n_head = 96
 n_embd = 12288
 block_size = 2048
 
-# 1 * 2048 * 1536 = 3.1M tokens a step, GPT-3's batch: 12 micro-batches on each of 128 GPUs; on 1,024 take 2,048 (4.2M)
+# 1 * 2048 * 1536 = 3.1M tokens a step, GPT-3's batch: 12 micro-batches on each of 128 GPUs; on
+# 1,024 take 2,048 (4.2M)
 batch_size = 1
 gradient_accumulation_steps = 1536
 

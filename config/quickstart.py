@@ -1,16 +1,18 @@
-# The first run: a small byte-level GPT on Python's own standard library; 2-3 minutes on 2 CPU cores, seconds on a GPU.
+# The first run: a small byte-level GPT on Python's own standard library; a few minutes on 2 CPU
+# cores.
 #   python data/python_stdlib/prepare.py && python train.py config/quickstart.py
 
 out_dir = 'out-quickstart'
 dataset = 'python_stdlib'
 
-# 0.82M parameters: 12 * 4 * 128^2 = 786,432 in the blocks, 256 * 128 + 128 * 128 in the embeddings
+# 0.84M parameters: 12 * 4 * 128^2 = 786,432 in the blocks' matrices, 256 * 128 + 128 * 128 in the
+# embeddings, 9 * 128 in the norms
 n_layer = 4
 n_head = 4
 n_embd = 128
 block_size = 128
 
-# 16 * 128 * 2 = 4,096 tokens a step; 2 micro-batches, so that it also runs under torchrun with 2 processes
+# 16 * 128 * 2 = 4,096 tokens a step; 2 micro-batches, so that it also runs on 2 ranks
 batch_size = 16
 gradient_accumulation_steps = 2
 

@@ -1,7 +1,8 @@
-# GPT-2 (124M) on OpenWebText, nanoGPT's run: validation loss ~2.85 after 600,000 steps, about 5 days on 8 A100.
+# GPT-2 (124M) on OpenWebText, nanoGPT's run: it reports a validation loss of ~2.85 after 600,000
+# steps, about 4 days on 8 A100.
 #   python data/openwebtext/prepare.py
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
-# 124M parameters fit every GPU many times over, so DDP: it communicates 2 P a step where full_shard moves 3 P.
+# 124M parameters P fit every GPU many times over, so DDP: it moves 2 P a step, full_shard 3 P.
 
 out_dir = 'out-gpt2'
 dataset = 'openwebtext'

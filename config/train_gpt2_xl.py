@@ -1,7 +1,8 @@
 # GPT-2 XL (1.5B), fully sharded.
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_xl.py
-# 1.56 billion parameters * 16 bytes (fp32 master, gradient, two moments) = 25 GB unsharded, 3.1 GB a GPU on 8;
-# the activations of one sequence in bf16 are several times that, so checkpointing buys the batch size.
+# 1.56 billion parameters * 16 bytes (fp32 master, gradient, two moments) = 25 GB: 3.1 GB on each of
+# 8 GPUs. The activations of one sequence in bf16, 32 bytes * 48 * 1024 * 1600, are another 2.5 GB,
+# so checkpointing buys the batch size.
 
 out_dir = 'out-gpt2-xl'
 dataset = 'openwebtext'

@@ -11,6 +11,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from data.prepare import main  # noqa: E402
 
+TEMPLATE = "### Instruction:\n{instruction}\n{input}\n### Response:\n{output}"
+
 if __name__ == "__main__":
-    main("alpaca", "tatsu-lab/alpaca", doc=__doc__, val_fraction=0.01,
-         template="### Instruction:\n{instruction}\n{input}\n### Response:\n{output}")
+    main("alpaca", "tatsu-lab/alpaca", doc=__doc__, val_fraction=0.01, template=TEMPLATE)

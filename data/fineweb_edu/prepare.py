@@ -1,5 +1,6 @@
 """
-FineWeb-Edu, the 10-billion-token sample, with GPT-2's BPE: about 9.95 billion training tokens (9,672,101 documents).
+FineWeb-Edu, its sample of 10 billion tokens, with GPT-2's BPE: 9,672,101 documents, about 9.95
+billion training tokens.
 
     python data/fineweb_edu/prepare.py                 # 20 GB
     python data/fineweb_edu/prepare.py --limit=10000   # a taste

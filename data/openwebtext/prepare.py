@@ -1,5 +1,6 @@
 """
-OpenWebText with GPT-2's BPE: about 9.0 billion training and 4.4 million validation tokens (8,013,769 documents).
+OpenWebText with GPT-2's BPE: 8,013,769 documents, about 9.0 billion training and 4.4 million
+validation tokens.
 
     python data/openwebtext/prepare.py                 # 17 GB
     python data/openwebtext/prepare.py --limit=10000   # a taste
@@ -12,5 +13,5 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from data.prepare import main  # noqa: E402
 
 if __name__ == "__main__":
-    # the original "openwebtext" is a loading script, which datasets >= 4 refuses; this is the hub's Parquet copy of it
+    # the hub's Parquet copy: the original is a loading script, which datasets >= 4 refuses
     main("openwebtext", "Skylion007/openwebtext", doc=__doc__)

@@ -1,5 +1,6 @@
 """
-Tiny Shakespeare with GPT-2's BPE, for fine-tuning: 301,966 training and 36,059 validation tokens (nanoGPT's split).
+Tiny Shakespeare with GPT-2's BPE, for fine-tuning: 301,966 training and 36,059 validation tokens,
+nanoGPT's split.
 
     python data/shakespeare/prepare.py                       # downloads 1.1 MB, checks its sha256
     python data/shakespeare/prepare.py --input=input.txt     # a local copy
@@ -12,5 +13,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from data.loader import gpt2_bpe  # noqa: E402
 from data.shakespeare_char.prepare import main  # noqa: E402
 
+
+def bpe(text):
+    return gpt2_bpe().encode_ordinary, {"vocab_size": 50304, "tokenizer": "gpt2"}
+
+
 if __name__ == "__main__":
-    main(__doc__, os.path.dirname(os.path.abspath(__file__)), lambda part, text: (gpt2_bpe().encode_ordinary(part), {"vocab_size": 50304, "tokenizer": "gpt2"}))
+    main("shakespeare", __doc__, bpe)

@@ -1,8 +1,9 @@
 """
-Tiny Shakespeare, one token a character (65 of them): 1,003,854 training and 111,540 validation tokens.
+Tiny Shakespeare, one token a character (65 of them): 1,003,854 training and 111,540 validation
+tokens.
 
-    python data/shakespeare_char/prepare.py                       # downloads 1.1 MB, checks its sha256
-    python data/shakespeare_char/prepare.py --input=input.txt     # a local copy
+    python data/shakespeare_char/prepare.py                    # downloads 1.1 MB, checks its sha256
+    python data/shakespeare_char/prepare.py --input=input.txt  # a local copy
 """
 
 import argparse
@@ -17,42 +18,53 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def characters(part, text):
-    """(tokens of part, meta): every character of the whole text has a number."""
+def characters(text):
+    """(encode: str -> [id], meta): a token for each character of text."""
     chars = sorted(set(text))
     ids = {c: i for i, c in enumerate(chars)}
-    return [ids[c] for c in part], {"vocab_size": len(chars), "chars": chars}
+    return lambda part: [ids[c] for c in part], {"vocab_size": len(chars), "chars": chars}
 
 
-def main(doc, here, tokenize):
-    """Also data/shakespeare's, with another tokenizer."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", help="a local copy of the text, instead of the download")
-    parser.add_argument("--out", default=here, help="directory for train.bin, val.bin and meta.json")
+def main(name, doc, tokenizer):
+    """The command line, also data/shakespeare's. tokenizer: as characters()."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser.add_argument("--input", metavar="FILE", help="a local copy, instead of the download")
+    parser.add_argument("--out", metavar="DIR", help=f"instead of data/{name}/")
     args = parser.parse_args()
+    data = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    out = args.out or os.path.join(data, name)
+    text = download(args.input)
+    encode, meta = tokenizer(text)
+    split = int(0.9 * len(text))  # nanoGPT's: the last tenth is for validation
+    os.makedirs(out, exist_ok=True)
+    for file, part in (("train.bin", text[:split]), ("val.bin", text[split:])):
+        tokens = np.array(encode(part), dtype=np.uint16)
+        path = os.path.join(out, file)
+        tokens.tofile(path + ".tmp")
+        os.replace(path + ".tmp", path)
+        print(f"{path}: {len(tokens):,} tokens")
+    with open(os.path.join(out, "meta.json"), "w", encoding="utf-8") as f:
+        json.dump(meta, f)
+
+
+def download(path):
+    """The text, from a local copy if path names one. SystemExit if it is not tiny Shakespeare."""
+    source = path or URL
     try:
-        if args.input:
-            with open(args.input, "rb") as f:
+        if path:
+            with open(path, "rb") as f:
                 raw = f.read()
         else:
             with urllib.request.urlopen(URL, timeout=30) as response:
                 raw = response.read()
     except OSError as e:
-        raise SystemExit(f"{args.input or URL}: {e}; get the file elsewhere and pass --input=FILE")
-    if hashlib.sha256(raw).hexdigest() != SHA256:
-        raise SystemExit(f"{args.input or URL}: sha256 is {hashlib.sha256(raw).hexdigest()}, tiny Shakespeare's is {SHA256}")
-    text = raw.decode()
-    split = int(0.9 * len(text))  # nanoGPT's split: the last tenth validates
-    os.makedirs(args.out, exist_ok=True)
-    for name, part in (("train", text[:split]), ("val", text[split:])):
-        tokens, meta = tokenize(part, text)
-        tmp = os.path.join(args.out, f"{name}.bin.tmp")
-        np.array(tokens, dtype=np.uint16).tofile(tmp)
-        os.replace(tmp, os.path.join(args.out, f"{name}.bin"))
-        print(f"{name}.bin: {len(tokens):,} tokens")
-    with open(os.path.join(args.out, "meta.json"), "w", encoding="utf-8") as f:
-        json.dump(meta, f)
+        raise SystemExit(f"{source}: {e}; get the file elsewhere and pass --input=FILE")
+    found = hashlib.sha256(raw).hexdigest()
+    if found != SHA256:
+        raise SystemExit(f"{source}: sha256 is {found}, tiny Shakespeare's is {SHA256}")
+    return raw.decode()
 
 
 if __name__ == "__main__":
-    main(__doc__, os.path.dirname(os.path.abspath(__file__)), characters)
+    main("shakespeare_char", __doc__, characters)

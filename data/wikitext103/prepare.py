@@ -1,5 +1,5 @@
 """
-WikiText-103 (raw) with GPT-2's BPE: about 118 million training tokens.
+WikiText-103 (raw) with GPT-2's BPE: about 118 million training tokens; a row is a paragraph.
 
     python data/wikitext103/prepare.py                 # 240 MB
     python data/wikitext103/prepare.py --limit=10000   # a taste
@@ -12,4 +12,5 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from data.prepare import main  # noqa: E402
 
 if __name__ == "__main__":
-    main("wikitext103", "Salesforce/wikitext", doc=__doc__, subset="wikitext-103-raw-v1", val_fraction=0.005)  # a row is a paragraph
+    options = dict(subset="wikitext-103-raw-v1", val_fraction=0.005)
+    main("wikitext103", "Salesforce/wikitext", doc=__doc__, **options)

@@ -1,0 +1,17 @@
+"""What test_fsdp.py and tests/ share: pytest finds it here."""
+
+import os
+import sys
+
+import pytest
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests"))
+from harness import make_data  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tmp(tmp_path_factory):
+    """A directory for all tests of a session; its data set `toy` has 67 symbols and a pattern."""
+    path = tmp_path_factory.mktemp("fsdp")
+    make_data(str(path / "toy"))
+    return str(path)

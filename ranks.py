@@ -1,0 +1,163 @@
+"""
+Processes: who am I among the ranks, how a run starts, and how it leaves.
+
+    world = setup(cfg.device, cfg.backend)   # rank, size, device; the process group under torchrun
+    print0(world, "once, not once a rank")
+    stop = StopSignal(world)                 # SIGTERM, Ctrl-C: all ranks stop after the same step
+    run(main, sys.argv[1:])                  # a user's mistake is one line and exit code 1
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    local_size: int = 1  # ranks on this node
+
+
+def setup(device, backend):
+    """The World of this process. Under torchrun, which sets RANK, also opens the process group."""
+    if "RANK" not in os.environ:
+        return World(device=pick_device(device))
+    env = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}
+    rank, size, local_rank = (int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    world = World(rank, size, pick_device(device, local_rank), int(env["LOCAL_WORLD_SIZE"]))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # first, or every rank opens a context on GPU 0
+    if not dist.is_initialized():
+        # NCCL never alone: offloaded gradients, stop flags and objects go through the CPU
+        nccl = world.device.type == "cuda" and backend != "gloo"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=fresh_store(),
+                                rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    return world
+
+
+def fresh_store():
+    """
+    torchrun's store outlives a restart of the ranks (pytorch issue 135712), so a restarted rank
+    could read the address that its dead peer left there. A new prefix per start prevents that.
+    Across nodes restart counts differ; there docs/clusters.md exports a variable instead.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore("start " + env["TORCHELASTIC_RESTART_COUNT"], store)
+
+
+def pick_device(name, local_rank=None):
+    """'auto', 'cpu', 'mps', 'cuda' or 'cuda:1'; under torchrun, this local rank's own GPU."""
+    mps = torch.backends.mps.is_available()
+    if name == "auto" and torch.cuda.is_available():
+        name = "cuda"
+    elif name == "auto":
+        name = "mps" if mps and local_rank is None else "cpu"
+    kind, _, index = name.partition(":")
+    index = int(index or 0) if local_rank is None else local_rank
+    available = {"cuda": torch.cuda.device_count(), "mps": int(mps), "cpu": sys.maxsize}
+    if index >= available.get(kind, 0):
+        raise SystemExit(f"device={name}: this machine has {available.get(kind, 0)} {kind} devices "
+                         f"and number {index} was requested; use fewer processes or --device=cpu")
+    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
+
+
+def print0(world, *args):
+    if world.rank == 0:
+        print(*args, flush=True)
+
+
+def mean(x, world):
+    """The mean of tensor x over all ranks, in place (collective)."""
+    if world.size > 1:
+        dist.all_reduce(x)
+        x /= world.size
+    return x
+
+
+def agree(world, value):
+    """Rank 0's value on every rank (collective), for what only rank 0 knows, such as its disk."""
+    if world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+class StopSignal:
+    """
+    SIGTERM and SIGINT end the run on all ranks after this step or the next; a second one ends this
+    rank immediately. The ranks agree by an all-reduce of one number beside each step.
+    """
+
+    def __init__(self, world):
+        self.world = world
+        self.number, self.at, self.work = 0, 0.0, None
+        self.before = {n: signal.signal(n, self.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(self, number, frame):
+        if not self.number:
+            self.number, self.at = number, time.time()
+        elif time.time() - self.at > 2:  # within 2 s it is the same Ctrl-C, forwarded by torchrun
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def start(self):
+        if self.world.size > 1:
+            self.flag = torch.tensor([float(self.number != 0)])
+            self.work = dist.all_reduce(self.flag, async_op=True)
+
+    def received(self):
+        """After the step that start() came before: True on every rank or on none."""
+        if self.work is None:
+            return self.number != 0
+        self.work.wait()
+        return self.flag.item() > 0
+
+    def restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def run(main, *args):
+    """
+    Call main(*args) and leave: a SystemExit's text is one line and exit code 1.
+
+    With gloo's threads alive, one interpreter in ten aborts in its own clean-up after all work is
+    done ("terminate called without an active exception", exit code -6), and torchrun reports the
+    job as failed. So a process with a group flushes its output and leaves through os._exit.
+    """
+    code = 0
+    try:
+        main(*args)
+    except SystemExit as e:
+        code = e.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        # local rank 0 speaks first; torchrun ends the others while they wait, if all saw the same
+        if int(os.environ.get("LOCAL_RANK", 0)):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # StopSignal would only note it
+            time.sleep(5)
+        print(code, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        if code == 0:
+            dist.all_reduce(torch.zeros(1))  # a barrier: others may still use our connections
+        os._exit(code)
+    sys.exit(code)

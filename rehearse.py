@@ -1,0 +1,218 @@
+"""
+A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number of
+ranks, on fake tensors, which have shapes and no memory. A ledger notes what each storage holds.
+
+    timeline, marks = rehearse(cfg, world)   # bytes of each of KINDS after every change
+
+This holds for any model file and any key. All private parts of PyTorch that it needs are here.
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+from weakref import ref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import fsdp
+from optimizer import make_optimizer
+from train import meta_model, train_step
+
+try:
+    from torch._subclasses import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+    FakeTensorMode, TorchDispatchMode = None, object
+
+# what memory holds, the stronger name first: a shard that is gathered from stays a parameter
+KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
+
+
+def rehearse(cfg, world):
+    """
+    A training step of rank 0: (bytes of each of KINDS after every change (changes, kinds), marks).
+    marks: [(change, where)], from which change on the step is in forward, its head, backward
+    (which block) or the optimizer.
+
+    Two micro-batches need what any number does. DDP's reducer is C++ and wants real memory; its
+    buckets hold all gradients all the time, as `single` does from the second micro-batch on.
+    """
+    if FakeTensorMode is None:
+        raise SystemExit(f"the rehearsal needs private parts of PyTorch that {torch.__version__} "
+                         "does not have; use torch 2.13")
+    micro_batches = min(cfg.gradient_accumulation_steps // world.size, 2)
+    if cfg.strategy == "ddp":
+        cfg, world, micro_batches = replace(cfg, strategy="single"), replace(world, size=1), 2
+    cfg = replace(cfg, gradient_accumulation_steps=micro_batches * world.size)
+    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
+    try:
+        with ExitStack() as stack:
+            for stand_in in stand_ins(fake, ledger, world):
+                stack.enter_context(stand_in)
+            world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
+            model = meta_model(cfg)
+            wrapped = fsdp.parallelize(model, cfg, world)
+            with fake, ledger:
+                return step(wrapped, model, cfg, world, ledger)
+    finally:
+        dist.destroy_process_group()
+
+
+def unit_parameters(model, units):
+    """[(unit, {parameter name: parameter})], each parameter once; the root comes last."""
+    names = {p: name for name, p in model.named_parameters()}
+    out = []
+    for unit, module in units + [(fsdp.ROOT, model)]:
+        out.append((unit, {names.pop(p): p for p in module.parameters() if p in names}))
+    return out
+
+
+def step(wrapped, model, cfg, world, ledger):
+    """train_step, while the ledger learns which tensors are what; returns its timeline."""
+    modules = fsdp.find_units(model, cfg.wrap_min_params)
+    on_host = fsdp.offloaded_units(modules, cfg.cpu_offload)
+    units = unit_parameters(model, modules)
+
+    def label(kind, tensors_of):
+        for name, params in units:
+            for p in params.values():
+                ledger.label("host" if name in on_host else kind, tensors_of(p))
+
+    label("parameters", lambda p: p)
+    optimizer = make_optimizer(model, cfg)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    optimizer.step()  # makes its state
+    label("optimizer", lambda p: optimizer.state.get(p))
+    optimizer.zero_grad()
+
+    def after_block(i, x):
+        if i == len(model.blocks) - 1:
+            ledger.mark("forward, head")
+        if x.requires_grad:
+            x.register_hook(lambda grad: ledger.mark(f"backward, block {i}"))
+
+    def before_update(*_):
+        label("gradients", lambda p: p.grad)
+        ledger.mark("optimizer")
+
+    model.register_forward_pre_hook(lambda *_: ledger.mark("forward"), prepend=True)
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda block, args, x, i=i: after_block(i, x))
+    model.register_forward_hook(lambda *_: ledger.mark("backward, head"))
+    optimizer.register_step_pre_hook(before_update)
+    x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
+    batches = SimpleNamespace(train=lambda step, micro: (x, x))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    train_step(wrapped, optimizer, scaler, batches, (x, x), 0, cfg, world)
+    return ledger.timeline()
+
+
+class Ledger(TorchDispatchMode):
+    """How many bytes each storage takes from when to when. What it is may turn out later."""
+
+    TELLING = {  # operations of FSDP whose tensors are of one kind
+        "fsdp.all_gather_copy_in.default": "gathered", "fsdp.chunk_cat.default": "gradients",
+        "c10d._reduce_scatter_base_.default": "gradients"}
+
+    def __init__(self):
+        super().__init__()
+        self.entries, self.changes, self.marks = {}, [], []
+
+    def mark(self, where):
+        self.marks.append((len(self.changes), where))
+
+    def entry(self, storage):
+        """The entry of a storage; its size is written down where that is new."""
+        key, size = id(storage), storage.nbytes()
+        if key not in self.entries:
+            def freed(_):
+                entry = self.entries.pop(key)
+                self.changes.append((entry, -entry.size))
+            self.entries[key] = SimpleNamespace(size=0, kind="activations", ref=ref(storage, freed))
+        entry = self.entries[key]
+        if size != entry.size:
+            self.changes.append((entry, size - entry.size))
+            entry.size = size
+        return entry
+
+    def label(self, kind, tensors):
+        """Say what the tensors of a pytree are; returns it."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, torch.Tensor):
+                t = t.to_local() if isinstance(t, DTensor) else t
+                entry = self.entry(t.untyped_storage())
+                entry.kind = min(entry.kind, kind, key=KINDS.index)
+        return tensors
+
+    def is_a(self, kind, t):
+        return self.entry(t.untyped_storage()).kind == kind
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # comes back with the local tensors
+        if op is torch.ops.prim.device.default:
+            return args[0].fake_device  # three calls in five; here it costs nothing
+        out = self.label("activations", op(*args, **(kwargs or {})))
+        if str(op) in self.TELLING:
+            self.label(self.TELLING[str(op)], (args, kwargs))
+        elif str(op) == "aten._to_copy.default" and self.is_a("parameters", args[0]):
+            self.label("gathered", out)  # parameters in the compute type
+        return out
+
+    def timeline(self):
+        changes = np.zeros((len(self.changes), len(KINDS)))
+        for row, (entry, size) in zip(changes, self.changes):
+            row[KINDS.index(entry.kind)] = size
+        start = self.marks[0][0]  # row 0 is what there is before the step, row n after n changes
+        return changes.cumsum(axis=0)[start - 1:], [(n - start, where) for n, where in self.marks]
+
+
+def stand_ins(fake, ledger, world):
+    """What the rehearsal puts in place of PyTorch's own."""
+    to, to_empty, resize = torch.Tensor.to, nn.Module.to_empty, torch.UntypedStorage.resize_
+    attention = F.scaled_dot_product_attention
+
+    def listed_resize(storage, size):  # FSDP's way to allocate and free what it gathers
+        resize(storage, size)
+        entry = ledger.entry(storage)
+        entry.kind = min(entry.kind, "gathered", key=KINDS.index)
+
+    def fake_to_empty(module, **kwargs):
+        with fake:  # no sooner: cutting fake tensors into 1,024 shards takes half a minute
+            return to_empty(module, **kwargs)
+
+    def between_memories(t, *args, **kwargs):
+        if "non_blocking" not in kwargs:
+            return to(t, *args, **kwargs)
+        copy = t.clone()  # PyTorch would spare it: all is on one CPU here
+        return copy if ledger.is_a("host", t) else ledger.label("host", copy)
+
+    class Hooks(torch.autograd.graph.saved_tensors_hooks):  # activation_offload's
+        def __init__(self, pack, unpack):
+            def listed_pack(t):
+                packed = pack(t)
+                return packed if packed is t else ledger.label("host", packed)
+            super().__init__(listed_pack, unpack)
+
+    def fused_attention(*args, dropout_p=0.0, **kwargs):
+        return attention(*args, **kwargs)  # with dropout, a CPU's keeps T x T numbers, a GPU's not
+
+    yield patch.object(torch.UntypedStorage, "resize_", listed_resize)
+    yield patch.object(nn.Module, "to_empty", fake_to_empty)
+    yield patch.object(torch.Tensor, "to", between_memories)
+    yield patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks)
+    # in place, it allocates nothing; but for fake DTensors PyTorch runs it on copies of all of them
+    yield patch.object(torch, "_fused_adamw_", lambda *args, **kwargs: None)
+    if world.device.type != "cpu":
+        yield patch.object(F, "scaled_dot_product_attention", fused_attention)
+        yield patch("model.explicit_is_faster", lambda *args: False)  # a detour of CPUs only

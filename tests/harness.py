@@ -1,0 +1,316 @@
+"""
+Run commands as a user would, and functions on several ranks; for these tests and for a fork's own.
+
+    p = python("train.py", "config/quickstart.py")      # CompletedProcess with text
+    p = torchrun(2, "train.py", "--strategy=ddp")
+    p = Ranks(2, function, *args).finish()               # function(*args) on 2 ranks
+    results = on_ranks(2, {"name": (function, kwargs)})  # what it returned on each rank
+    assert values(results, "name") == [0, 1]
+
+Ranks are forked from a server process that has imported everything: a second a launch instead of
+the five that torchrun and the imports take. They get torchrun's environment and store, gloo on
+CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is left behind.
+"""
+
+import json
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
+sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
+
+import train  # noqa: E402
+from configurator import config_class, load_config  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from ranks import run  # noqa: E402
+
+# -----------------------------------------------------------------------------
+# commands
+
+
+def environment():
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in launcher}
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
+
+
+def shell(*args, timeout=120, cwd=HERE, stdin="", env=None):
+    """Run a command to its end, or kill its process group; CompletedProcess with text."""
+    p = subprocess.Popen([str(a) for a in args], cwd=cwd, env={**environment(), **(env or {})},
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE,
+                         text=True, start_new_session=True)
+    try:
+        out, err = p.communicate(stdin, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        out, err = p.communicate()
+        pytest.fail(f"{' '.join(map(str, args))}\nhung for {timeout} s\n{out}\n{err}")
+    return subprocess.CompletedProcess(args, p.returncode, out, err)
+
+
+def python(*args, **kwargs):
+    return shell(sys.executable, *args, **kwargs)
+
+
+def torchrun(n, *args, **kwargs):
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
+    return python(*launcher, *args, **kwargs)  # --standalone takes a free port by itself
+
+
+def start(world, args, tmp, *options, **env):
+    """A command in the background: a Popen with its output in one pipe, on `world` ranks."""
+    command = [sys.executable]
+    if world > 1:
+        command += ["-m", "torch.distributed.run", *options, f"--nproc_per_node={world}"]
+        command += ["--standalone"] if not any("--rdzv" in o for o in options) else []
+    return subprocess.Popen(command + [str(a) for a in args], cwd=tmp, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            start_new_session=True, env={**environment(), **env})
+
+
+def finish(p, seconds=60):
+    """The output of a started command; fails if it does not end in time."""
+    try:
+        return p.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        pytest.fail("hung: " + p.communicate()[0])
+
+
+def wait_for(path, text, seconds=60):
+    end = time.time() + seconds
+    while time.time() < end:
+        if os.path.exists(path) and text in open(path).read():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{text!r} never came in {path}")
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
+        return [int(c) for c in f.read().split()]
+
+
+# -----------------------------------------------------------------------------
+# functions on ranks
+
+
+class Ranks:
+    """
+    function(*args) on `world` forked ranks, started at once.
+
+    alone: without torchrun's environment, as one rank is by default. restarts: an earlier Ranks,
+    whose store these ranks get, as torchrun's restarted ranks do.
+    """
+
+    def __init__(self, world, function, *args, alone=None, restarts=None):
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["harness", "sample", "torch._dynamo"])
+        env = {}
+        if not (world == 1 if alone is None else alone):
+            self.store = restarts.store if restarts else dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            env = dict(
+                WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_WORLD_SIZE=1,
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
+                TORCHELASTIC_USE_AGENT_STORE=True,
+                TORCHELASTIC_RESTART_COUNT=int(restarts is not None))
+        self.logs, self.ranks = tempfile.TemporaryDirectory(), []
+        for rank in range(world):
+            own = {**env, "RANK": rank, "LOCAL_RANK": rank} if env else {}
+            p = server.Process(target=forked, args=(own, self.logs.name, function, args),
+                               daemon=True)  # ended with pytest, at the latest
+            p.start()
+            self.ranks.append(p)
+
+    def kill(self):
+        for p in self.ranks:
+            p.kill()
+        for p in self.ranks:
+            p.join()
+
+    def finish(self, timeout=120):
+        """CompletedProcess; when a rank fails the others are ended too, as torchrun would."""
+        end, running = time.time() + timeout, self.ranks
+        while running and time.time() < end and not any(p.exitcode for p in self.ranks):
+            multiprocessing.connection.wait([p.sentinel for p in running], timeout=1)
+            running = [p for p in running if p.exitcode is None]
+        hung = time.time() >= end
+        for p in running:
+            p.join(0 if hung else 8)  # those that fail with rank 0 leave 5 s later
+        self.kill()
+        out, err = (open(os.path.join(self.logs.name, name)).read() for name in ("out", "err"))
+        if hung:
+            pytest.fail(f"hung for {timeout} s\n{out}\n{err}")
+        code = max(abs(p.exitcode) for p in self.ranks)
+        return subprocess.CompletedProcess("", code, out, err)
+
+
+def forked(env, logs, function, args):
+    for fd, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    os.environ.update({k: str(v) for k, v in env.items()})
+    os.chdir(HERE)
+    torch.set_num_threads(1)
+    run(function, *args)
+
+
+def on_ranks(world, cases, timeout=600):
+    """
+    Run cases {name: (function, kwargs)} in as few launches as possible; {name: [rank's result]}.
+
+    A result is {"value": what the function returned} or {"error": text}. After a failure a new
+    launch runs the cases that are left.
+    """
+    results = {}
+    while len(results) < len(cases):
+        left = {name: case for name, case in cases.items() if name not in results}
+        with tempfile.TemporaryDirectory() as out:
+            p = Ranks(world, run_cases, left, out, alone=False).finish(timeout)
+            for name in left:
+                files = [os.path.join(out, f"{name}-{rank}.json") for rank in range(world)]
+                if not all(map(os.path.exists, files)):
+                    results[name] = [{"error": f"{p.stdout}\n{p.stderr}"}]
+                    break
+                results[name] = [json.load(open(file)) for file in files]
+    return results
+
+
+def run_cases(cases, out):
+    dist.init_process_group("gloo")
+    for name, (function, kwargs) in cases.items():
+        try:
+            result = {"value": function(**kwargs)}
+        except SystemExit as e:
+            result = {"error": str(e)}
+        with open(os.path.join(out, f"{name}-{dist.get_rank()}.json"), "w") as f:
+            json.dump(result, f)
+        dist.barrier()
+
+
+def values(results, name):
+    """What a case returned on each rank; fails with the first rank's error."""
+    errors = [r["error"] for r in results[name] if "error" in r]
+    assert not errors, errors[0]
+    return [r["value"] for r in results[name]]
+
+
+# -----------------------------------------------------------------------------
+# training runs
+
+# no world size of the tests divides its vocabulary and width (67 and 30: uneven by 2, 3 or 4)
+TINY = dict(
+    n_layer=3, n_head=3, n_embd=30, block_size=16, dropout=0.0, bias=True,
+    batch_size=2, gradient_accumulation_steps=12, max_iters=5, eval_interval=5, eval_iters=2,
+    log_interval=1, warmup_iters=2, lr_decay_iters=20, learning_rate=1e-3, min_lr=1e-4,
+    grad_clip=0.5, dtype="float32", device="cpu", compile=False, always_save_checkpoint=True)
+
+
+def tiny(tmp, model="gpt2", **overrides):
+    """The config of a small run on the toy data of the fixture `tmp`."""
+    keys = {**TINY, "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
+    return config_class(model)(model=model, **keys)
+
+
+def plain_gpt(model=GPT, seed=1337, **sizes):
+    """A model outside of any strategy: TINY's sizes unless told, and its initial values."""
+    keys = {f.name: TINY[f.name] for f in fields(GPTConfig) if f.name in TINY}
+    gpt = model(GPTConfig(**{**keys, "vocab_size": 67, **sizes}))
+    for name, p in gpt.named_parameters():
+        p.data.copy_(gpt.initial_value(name, p.shape, seed))
+    return gpt.eval()
+
+
+def flags(**overrides):
+    return [f"--{k}={v}" for k, v in overrides.items()]
+
+
+def arguments(tmp, out, **overrides):
+    return flags(**{**TINY, "dataset": os.path.join(tmp, "toy"), "out_dir": out, **overrides})
+
+
+def command(tmp, out, **overrides):
+    return [os.path.join(HERE, "train.py"), *arguments(tmp, out, **overrides)]
+
+
+def trained(world, argv):
+    """train.py with these arguments on `world` ranks; CompletedProcess."""
+    return Ranks(world, train.main, [str(a) for a in argv]).finish()
+
+
+def launch(world, argv):
+    """It must end well."""
+    p = trained(world, argv)
+    assert p.returncode == 0, p.stdout + p.stderr
+    return p
+
+
+def run_training(tmp, name, **overrides):
+    """A whole run on these ranks, as the command would; returns its logged steps."""
+    out = os.path.join(tmp, name)
+    cfg = load_config([], tiny(tmp, out_dir=out, **overrides))
+    if cfg.compile:  # this backend traces like any other and needs no compiler
+        compile_module, which = torch.nn.Module.compile, shutil.which
+        torch.nn.Module.compile = lambda self: compile_module(self, backend="aot_eager")
+        shutil.which = lambda name: name  # so resolve() finds a compiler
+    try:
+        train.train(cfg)
+    finally:
+        if cfg.compile:
+            torch.nn.Module.compile, shutil.which = compile_module, which
+            torch._dynamo.reset()
+    return [r for r in read_metrics(out) if "loss" in r]
+
+
+def make_data(path, vocab=67, n=6000, seed=0, **meta):
+    """A data set whose next token is the last one plus 1, 2 or 5: there is something to learn."""
+    os.makedirs(path)
+    rng = np.random.default_rng(seed)
+    steps = rng.choice([1, 2, 5], size=n, p=[0.7, 0.2, 0.1])
+    tokens = (np.cumsum(steps) % vocab).astype(np.uint16)
+    tokens[: n * 9 // 10].tofile(os.path.join(path, "train.bin"))
+    tokens[n * 9 // 10:].tofile(os.path.join(path, "val.bin"))
+    with open(os.path.join(path, "meta.json"), "w") as f:
+        json.dump({"vocab_size": vocab, **meta}, f)
+
+
+def read_metrics(out):
+    with open(os.path.join(out, "metrics.jsonl")) as f:
+        return [json.loads(line) for line in f]
+
+
+def losses(out):
+    return [r["loss"] for r in read_metrics(out) if "loss" in r]
+
+
+def read_ckpt(out, name="ckpt.pt"):
+    return torch.load(os.path.join(out, name), weights_only=True)
+
+
+def assert_same_weights(a, b, tolerance):
+    """
+    Relative difference in norm of each parameter.
+
+    Left out: the bias of the keys. Softmax does not see it, so its gradient is zero but for
+    rounding, and Adam divides that noise by its own size.
+    """
+    assert a.keys() == b.keys()
+    for key in a:
+        x, y = a[key], b[key]
+        if key.endswith("c_attn.bias"):
+            n = len(x) // 3
+            x, y = torch.cat((x[:n], x[2 * n:])), torch.cat((y[:n], y[2 * n:]))
+        error = (x - y).norm() / x.norm().clamp(min=1e-3)
+        assert error <= tolerance, f"{key}: relative difference {error:.2e}"

@@ -1,0 +1,235 @@
+"""
+Keys, files and flags; what a mistake says; what a config means on these ranks.
+
+    python -m pytest -q tests/test_config.py
+"""
+
+import ast
+import glob
+import math
+import os
+import re
+import sys
+
+import pytest
+from harness import HERE, python, tiny
+
+import train
+from configurator import Config, config_class, fields, load_config, resolve
+from optimizer import learning_rate_at
+from ranks import World
+
+
+def one_line(function, *args):
+    """What the SystemExit of function(*args) says."""
+    with pytest.raises(SystemExit) as e:
+        function(*args)
+    assert isinstance(e.value.code, str)
+    assert "\n" not in e.value.code
+    return e.value.code
+
+
+# -----------------------------------------------------------------------------
+# files and flags
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--n_lyaer=2"], "unknown key n_lyaer .*did you mean n_layer"),
+    (["--n_layer=twelve"], "n_layer='twelve' must be a whole number"),
+    (["--max_iters=1e400"], "must be a whole number"),
+    (["--learning_rate=1e400"], "finite"),
+    (["--compile=maybe"], "True or False"),
+    (["--compile=1"], "True or False"),
+    (["--n_layer=True"], "whole number"),
+    (["--n_layer"], "--n_layer=value"),
+    (["--n_layer=0"], "n_layer=0 must be at least 1"),
+    (["--batch_size=0"], "batch_size=0 must be a whole number, at least 1"),
+    (["--dropout=1.0"], "dropout=1.0 must be .*below 1"),
+    (["--beta1=1.0"], "beta1=1.0 must be .*below 1"),
+    (["--cpu_offload=1.5"], "fraction"),
+    (["--dtype=fp8"], "one of 'auto', 'float32'"),
+    (["--device=tpu"], "device='tpu' must be auto, cpu"),
+    (["--n_embd=100", "--n_head=12"], "multiple of n_head=12"),
+    (["config/none.py"], "config/none.py"),
+])
+def test_config_bad_flag_is_one_clear_line(argv, message):
+    assert re.search(message, one_line(load_config, argv))
+
+
+@pytest.mark.parametrize("text, message", [
+    ("n_lyaer = 2", "did you mean n_layer"),
+    ("n_layer = 'twelve'", "whole number"),
+    ("n_layer = (", "SyntaxError"),
+    ("compile = 1", "True or False"),
+])
+def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
+    path = tmp_path / "c.py"
+    path.write_text(text)
+    said = one_line(load_config, [str(path)])
+    assert message in said
+    assert str(path) in said
+
+
+def test_config_order_and_types(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text("import time\n"
+                    "max_iters = 10\n"
+                    "lr_decay_iters = max_iters * 2\n"
+                    "learning_rate = 1\n"
+                    "wandb_run_name = 'x' + str(time.time())\n")
+    cfg = load_config(["--max_iters=1e4", str(path), "--n_layer=3", "--wandb_project=a=b",
+                       "--bias=true"])
+    got = cfg.max_iters, cfg.lr_decay_iters, cfg.n_layer, cfg.wandb_project, cfg.bias
+    assert got == (10, 20, 3, "a=b", True)
+    assert type(cfg.learning_rate) is float
+    assert load_config([str(path), "--max_iters=1e4"]).max_iters == 10000
+
+
+def test_config_help_lists_every_key():
+    text = python("train.py", "--help").stdout
+    for f in fields(config_class("gpt2")):
+        default = re.search(rf"^  --{f.name}=(\S+)", text, re.M)
+        assert default, f.name
+        assert ast.literal_eval(default[1]) == f.default, f.name
+
+
+def text_of(*patterns, without=()):
+    out = ""
+    for pattern in patterns:
+        for path in glob.glob(os.path.join(HERE, pattern)):
+            if os.path.basename(path) not in without:
+                out += open(path).read()
+    return out
+
+
+def test_config_every_key_is_read_and_tested():
+    """A key that no code reads, or no test sets, is a defect."""
+    code = text_of("*.py", "data/*.py", without=("test_fsdp.py", "conftest.py", "configurator.py"))
+    tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
+    ours = {f.name for f in fields(Config)}
+    for f in fields(config_class("gpt2")):
+        owner = "cfg" if f.name in ours else "config"
+        assert re.search(rf"\b{owner}\.{f.name}\b", code), f"nothing reads {f.name}"
+        assert re.search(rf"\b{f.name}\b", tests), f"no test or config sets {f.name}"
+
+
+# -----------------------------------------------------------------------------
+# --model: the keys of another model's file
+
+OTHER = """
+from dataclasses import dataclass
+
+
+@dataclass
+class ModelConfig:
+    block_size: int = 8  # context length in tokens
+    vocab_size: int = 67
+    n_kv_head: int = 2  # heads of the keys and values
+
+
+class Model:
+    pass
+"""
+
+
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """--model=other_model"""
+    (tmp_path / "other_model.py").write_text(OTHER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "--model=other_model"
+    sys.modules.pop("other_model", None)
+    config_class.cache_clear()
+
+
+def test_config_model_brings_its_own_keys(other):
+    cfg = load_config(["--batch_size=3", other, "--n_kv_head=4"])
+    assert (cfg.model, cfg.batch_size, cfg.n_kv_head) == ("other_model", 3, 4)
+    assert not hasattr(cfg, "n_layer")
+
+
+@pytest.mark.parametrize("argv", [
+    ["OTHER", "--n_layer=2"],
+    ["--n_layer=2", "OTHER"],
+    ["--n_kv_head=4"],  # of other_model, not of gpt2
+    ["--model=gpt2", "--n_kv_head=4", "OTHER"],
+])
+def test_config_key_of_another_model_is_refused(other, argv):
+    said = one_line(load_config, [other if arg == "OTHER" else arg for arg in argv])
+    assert re.search(r"(n_layer|n_kv_head).*\(model=(gpt2|other_model)\)", said)
+
+
+@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics"])  # the last two have no Model
+def test_config_unknown_model_is_one_clear_line(name):
+    said = one_line(load_config, [f"--model={name}"])
+    assert said.startswith(f"model={name!r}: ")
+    assert "ModelConfig" in said
+
+
+def test_config_help_lists_the_keys_of_model(other, capsys):
+    train.main([other, "--help"])
+    text = capsys.readouterr().out
+    assert re.search(r"^  --n_kv_head=2\n +heads of the keys and values$", text, re.M)
+    assert re.search(r"^  --batch_size=12$", text, re.M)
+    assert "--n_layer" not in text
+
+
+# -----------------------------------------------------------------------------
+# what a config means on these ranks
+
+ONE = World()
+TWO = World(size=2, local_size=2)
+FOUR = World(size=4, local_size=4)
+FULL = dict(strategy="full_shard")
+
+
+@pytest.mark.parametrize("world, overrides, message", [
+    (ONE, FULL, "torchrun --standalone --nproc_per_node=2"),
+    (TWO, dict(strategy="single"), "strategy"),
+    (TWO, dict(gradient_accumulation_steps=3), "try 2 or 4"),
+    (TWO, dict(strategy="ddp", cpu_offload=0.5), "cpu_offload"),
+    (TWO, dict(strategy="ddp", wrap_min_params=10), "wrap_min_params"),
+    (TWO, dict(strategy="ddp", prefetch_blocks=1), "prefetch_blocks"),
+    (TWO, dict(**FULL, shard_group_size=2), "shard_group_size"),
+    (FOUR, dict(strategy="hybrid_shard", shard_group_size=3), "groups of 3"),
+    (TWO, dict(**FULL, activation_offload=True, compile=True), "activation_offload"),
+    (TWO, dict(**FULL, activation_offload=True, activation_checkpointing="selective"),
+     "full or none"),
+    (TWO, dict(**FULL, backend="nccl"), "NCCL"),
+    (ONE, dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
+    (ONE, dict(strategy="single", grad_sync="last"), "grad_sync"),
+])
+def test_config_combination_without_meaning_is_one_clear_line(tmp, world, overrides, message):
+    said = one_line(resolve, tiny(tmp, **overrides), world, world.size > 1)
+    assert message in said
+
+
+@pytest.mark.parametrize("world, overrides, expected", [
+    (ONE, {}, dict(strategy="single", grad_sync="every", shard_group_size=0)),
+    (TWO, {}, dict(strategy="full_shard", grad_sync="every", shard_group_size=0)),
+    (TWO, dict(strategy="ddp"), dict(strategy="ddp", grad_sync="last")),
+    (World(size=8, local_size=4), dict(strategy="hybrid_shard", gradient_accumulation_steps=8),
+     dict(grad_sync="every", shard_group_size=4)),
+    (TWO, dict(grad_sync="last"), dict(grad_sync="last")),
+])
+def test_config_resolve_spells_out_the_defaults(tmp, world, overrides, expected):
+    cfg = resolve(tiny(tmp, **overrides), world, world.size > 1)
+    assert {key: getattr(cfg, key) for key in expected} == expected
+
+
+def test_config_schedule_of_the_learning_rate(tmp):
+    """Warm-up over 2 steps, cosine to step 20, then min_lr."""
+    cfg = tiny(tmp, learning_rate=1e-3, min_lr=1e-4, warmup_iters=2, lr_decay_iters=20)
+    expected = {
+        0: 1e-3 / 3,  # the first step learns too
+        1: 2e-3 / 3,
+        2: 1e-3,
+        5: 1e-4 + 9e-4 * (2 + math.sqrt(3)) / 4,  # cos(pi / 6)
+        11: 5.5e-4,  # half-way
+        14: 1e-4 + 9e-4 / 4,  # cos(2 pi / 3)
+        20: 1e-4,
+        1000: 1e-4,
+    }
+    assert {step: learning_rate_at(step, cfg) for step in expected} == pytest.approx(expected)
+    constant = tiny(tmp, learning_rate=1e-3, decay_lr=False)
+    assert [learning_rate_at(step, constant) for step in (0, 11, 1000)] == [1e-3] * 3

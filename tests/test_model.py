@@ -1,0 +1,143 @@
+"""
+The GPT against the formulas of the paper, its initial values, and the text it generates.
+
+    python -m pytest -q tests/test_model.py
+"""
+
+import math
+
+import pytest
+import torch
+from harness import plain_gpt
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig, attend
+from sample import generate
+
+
+def small_gpt(**sizes):
+    return plain_gpt(seed=1, **{**dict(n_layer=2, n_head=2, n_embd=16, block_size=12), **sizes})
+
+
+def test_model_matches_hand_written_gpt2():
+    """Forward, with nothing but matrix products."""
+    gpt = small_gpt()
+    sd = {k: torch.randn_like(v) * 0.3 for k, v in gpt.state_dict().items()}
+    sd["lm_head.weight"] = sd["transformer.wte.weight"]
+    gpt.load_state_dict(sd)
+    idx = torch.randint(67, (2, 12))
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return x * sd[name + ".weight"] + sd[name + ".bias"]
+
+    def linear(x, name):
+        return x @ sd[name + ".weight"].T + sd[name + ".bias"]
+
+    future = torch.ones(12, 12).triu(1) > 0
+    x = sd["transformer.wte.weight"][idx] + sd["transformer.wpe.weight"][:12]
+    for i in range(2):
+        block = f"transformer.h.{i}."
+        qkv = linear(norm(x, block + "ln_1"), block + "attn.c_attn").split(16, dim=2)
+        q, k, v = (t.view(2, 12, 2, 8).transpose(1, 2) for t in qkv)  # (B, nh, T, hs)
+        scores = (q @ k.transpose(2, 3) / math.sqrt(8)).masked_fill(future, -math.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 12, 16)
+        x = x + linear(y, block + "attn.c_proj")
+        h = linear(norm(x, block + "ln_2"), block + "mlp.c_fc")
+        gelu = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)))
+        x = x + linear(gelu, block + "mlp.c_proj")
+    expected = norm(x, "transformer.ln_f") @ sd["transformer.wte.weight"].T
+    assert torch.allclose(gpt(idx, idx)[0], expected, atol=1e-4)
+
+
+def test_model_cpu_bf16_attention_equals_sdpa():
+    q, k, v = (torch.randn(2, 3, 64, 8, requires_grad=True) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    got = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.0)
+    assert (got.float() - expected).abs().max() < 0.05
+    a = torch.autograd.grad(expected.sum(), (q, k, v))
+    b = torch.autograd.grad(got.float().sum(), (q, k, v))
+    assert all((x - y).abs().max() < 0.1 for x, y in zip(a, b))
+
+
+def test_model_loss_is_fp32_under_bf16():
+    gpt = small_gpt()
+    idx = torch.randint(67, (2, 12))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = gpt(idx, idx)
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert loss == F.cross_entropy(logits.float().view(-1, 67), idx.view(-1))
+
+
+def test_model_initialization_covers_all_and_follows_the_table():
+    gpt = small_gpt(n_embd=128, n_head=4, vocab_size=512, block_size=64)
+    for name, p in gpt.named_parameters():
+        if name.endswith("bias"):
+            assert (p == 0).all()
+        elif ".ln_" in name:
+            assert (p == 1).all()
+        else:
+            std = 0.02 / math.sqrt(4) if "c_proj" in name else 0.02
+            assert abs(p.std().item() / std - 1) < 0.05
+            assert abs(p.mean().item()) < std / 10
+    first, second = (block.attn.c_attn.weight for block in gpt.blocks)
+    assert not torch.equal(first, second)
+    with pytest.raises(ValueError, match="no initial value"):
+        gpt.initial_value("transformer.rotary.weight", (2, 2), 0)
+
+
+def test_model_initial_value_is_a_function_of_seed_and_name():
+    gpt = small_gpt()
+    name, shape = "transformer.wpe.weight", (12, 16)
+    value = gpt.initial_value(name, shape, 1)
+    torch.manual_seed(7)  # whatever else is drawn
+    assert torch.equal(value, gpt.initial_value(name, shape, 1))
+    assert not torch.equal(value, gpt.initial_value(name, shape, 2))
+    assert not torch.equal(value, gpt.initial_value("transformer.wte.weight", shape, 1))
+
+
+def test_model_on_meta_allocates_nothing():
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig())
+    assert all(p.is_meta for p in gpt.parameters())
+    assert not list(gpt.buffers())
+    multiplied = sum(p.numel() for p in gpt.parameters()) - 1024 * 768  # wpe is looked up
+    assert gpt.flops_per_token() == 6 * multiplied + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize("length", [8, 40])  # within the context, and far beyond it
+def test_model_kv_cache_gives_the_same_tokens(length):
+    gpt = small_gpt()
+    for p in gpt.parameters():
+        p.data.mul_(4)  # decisive logits
+    prompt = torch.randint(60, (2, 3))
+    cached, plain = (generate(gpt, prompt, length, temperature=0, vocab_size=60, use_cache=use)
+                     for use in (True, False))
+    assert torch.equal(cached, plain)
+    assert cached.shape == (2, 3 + length)
+    assert cached.max() < 60
+    assert cached[0, 3:].unique().numel() > 1
+
+
+def test_model_generate_draws_from_the_top_k_of_the_real_vocabulary():
+    gpt = small_gpt()
+    prompt = torch.zeros(64, 1, dtype=torch.long)
+
+    def drawn():
+        generator = torch.Generator().manual_seed(0)
+        return generate(gpt, prompt, 1, top_k=3, vocab_size=50, generator=generator)[:, 1]
+
+    out = drawn()
+    allowed = gpt(prompt[:1])[0][0, 0, :50].topk(3).indices
+    assert set(out.tolist()) <= set(allowed.tolist())
+    assert len(set(out.tolist())) > 1
+    assert torch.equal(out, drawn())
+
+
+def test_model_bad_shape_is_a_value_error():
+    with pytest.raises(ValueError, match="n_embd=10 must be a multiple of n_head=3"):
+        GPTConfig(n_embd=10, n_head=3)
+    with pytest.raises(ValueError, match="block_size"):
+        small_gpt()(torch.zeros(1, 13, dtype=torch.long))

@@ -1,0 +1,248 @@
+"""
+What is printed in README.md and docs/ works, and the house is in order: configs, scripts, links,
+quoted defaults, commands; the shape of lines, and which file may import which.
+
+    python -m pytest -q tests/test_readme.py
+    python -m pytest -q tests/test_readme.py -k house
+"""
+
+import ast
+import graphlib
+import os
+import re
+import shutil
+import sys
+from dataclasses import fields
+from glob import glob
+
+import pytest
+from harness import HERE, flags, launch, python, shell
+
+from configurator import Config, config_class, load_config
+from data.loader import dataset_names
+from model import ModelConfig
+
+CONFIGS = sorted(name for name in os.listdir(os.path.join(HERE, "config")) if name.endswith(".py"))
+PAGES = [os.path.join(HERE, "README.md"), *sorted(glob(os.path.join(HERE, "docs", "*.md")))]
+
+
+def read(path):
+    with open(os.path.join(HERE, path), encoding="utf-8") as f:
+        return f.read()
+
+
+# -----------------------------------------------------------------------------
+# README.md and docs/
+
+
+def test_readme_has_at_most_200_lines():
+    assert len(read("README.md").splitlines()) <= 200
+
+
+def test_readme_names_every_key():
+    missing, text = [], read("README.md")
+    for field in (*fields(Config), *fields(ModelConfig)):
+        if not re.search(rf"`[^`\n]*\b{field.name}\b[^`\n]*`|--{field.name}=", text):
+            missing.append(field.name)
+    assert not missing
+
+
+def test_readme_quotes_the_codes_defaults():
+    table = read("README.md").split("| key | default | |")[1].split("\n\n")[0]
+    quoted = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", table, re.M))
+    cfg = config_class("gpt2")()
+    assert len(quoted) >= 12
+    assert quoted == {name: repr(getattr(cfg, name)) for name in quoted}
+
+
+def anchors(page):
+    """What GitHub makes of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)  # a comment is no heading
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=os.path.basename)
+def test_readme_links_point_to_what_exists(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+        path, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):  # https:, mailto:
+            continue
+        target = os.path.join(os.path.dirname(page), path) if path else page
+        assert os.path.exists(target), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_readme_ruff_passes():
+    pytest.importorskip("ruff")
+    p = python("-m", "ruff", "check", HERE)
+    assert p.returncode == 0, p.stdout
+
+
+def sh_commands(page):
+    """
+    The lines of its ```sh blocks, joined over backslashes. What needs a cluster, GPUs or a network
+    stands in ```text blocks.
+    """
+    blocks = re.findall(r"^```sh\n(.*?)^```", read(page), re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+# in a fresh environment these run in .ci/run
+INSTALLED = r"python3 -m venv|\. \.venv|pip install|python -m pytest"
+SHORT = flags(max_iters=2, eval_interval=2, eval_iters=1, n_layer=2, n_head=2, n_embd=16,
+              block_size=16, batch_size=1, device="cpu", dtype="float32", compile=False)
+
+
+def shortened(command):
+    """The same command in seconds, by appended flags."""
+    more, trains = [], re.search(r"(train|bench)\.py", command)
+    if trains and "--help" not in command and "--plot" not in command:
+        more += SHORT
+        if "dataset" not in command:
+            more += ["--dataset=python_stdlib"]
+    if "sample.py" in command:
+        more += ["--max_new_tokens=5", "--num_samples=1"]
+    return " ".join([command, *more])
+
+
+def test_readme_commands_run(tmp_path):
+    """In a copy of the project, in order: README.md, then the pages of docs/."""
+    copy = tmp_path / "copy"
+    left_out = (".git", ".venv", "out*", "*.bin", "__pycache__", ".pytest_cache", ".ruff_cache")
+    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(*left_out))
+    path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
+    first, second, *_ = sh_commands("README.md")
+    assert "python3 -m venv" in first and "quickstart" in first
+    assert "pytest" in second
+    for line in [line for page in PAGES for line in sh_commands(page)]:
+        for command in line.split("&&"):
+            if re.match(INSTALLED, command.strip()) or "--init_from=gpt2" in command:
+                continue
+            p = shell("bash", "-c", shortened(command.strip()), cwd=copy, timeout=180,
+                      env={"PYTHONPATH": str(copy), "PATH": path})
+            assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
+
+
+# -----------------------------------------------------------------------------
+# config/ and data/
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_readme_every_config_runs_two_steps(tmp, name):
+    path = os.path.join(HERE, "config", name)
+    cfg = load_config([path])
+    assert cfg.n_embd % cfg.n_head == 0
+    small = dict(
+        n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, max_iters=2, eval_interval=2,
+        gradient_accumulation_steps=2, eval_iters=1, compile=False, device="cpu", dtype="float32",
+        dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, "config-" + name),
+        wandb_log=False, init_from="scratch")
+    if cfg.strategy == "hybrid_shard":
+        small["shard_group_size"] = 2
+    world = 1 if cfg.strategy in ("", "single") else 2
+    launch(world, [path, *flags(**small)])
+
+
+@pytest.mark.parametrize("name", dataset_names())
+def test_readme_every_prepare_has_help(name):
+    p = python(f"data/{name}/prepare.py", "--help")
+    assert p.returncode == 0, p.stderr
+    assert "prepare.py" in p.stdout
+
+
+# -----------------------------------------------------------------------------
+# the house
+
+
+def python_files():
+    """Paths of all .py files of the repository, relative to it."""
+    paths = []
+    for folder, folders, files in os.walk(HERE):
+        folders[:] = [f for f in folders if not f.startswith((".", "out", "__pycache__"))]
+        for file in files:
+            if file.endswith(".py"):
+                paths.append(os.path.relpath(os.path.join(folder, file), HERE))
+    return sorted(paths)
+
+
+def nodes(path, kind):
+    return [node for node in ast.walk(ast.parse(read(path))) if isinstance(node, kind)]
+
+
+@pytest.mark.parametrize("path", python_files())
+def test_house_lines_are_short_and_say_one_thing(path):
+    for i, line in enumerate(read(path).splitlines(), 1):
+        assert len(line) <= 100, f"{path}:{i}: {len(line)} columns"
+    for node in nodes(path, ast.Expr):
+        one = not isinstance(node.value, ast.Tuple)
+        assert one, f"{path}:{node.lineno}: a statement that is a tuple; one statement a line"
+    for node in nodes(path, ast.IfExp):
+        inner = [n for n in ast.walk(node) if isinstance(n, ast.IfExp) and n is not node]
+        assert not inner, f"{path}:{node.lineno}: nested conditional expressions; use if and elif"
+
+
+def module_of(path):
+    return path.removesuffix(".py").replace(os.sep, ".")
+
+
+PRODUCT = {module_of(path): path for path in python_files()
+           if path.startswith("data") or os.sep not in path}
+PRODUCT = {name: path for name, path in PRODUCT.items() if name not in ("test_fsdp", "conftest")}
+
+
+def imported(statements):
+    """The project's own modules that these import statements name."""
+    names = set()
+    for node in statements:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names & PRODUCT.keys()
+
+
+IMPORTS = {name: imported(nodes(path, (ast.Import, ast.ImportFrom)))
+           for name, path in PRODUCT.items()}
+LAYERS = [
+    {"model", "llama", "configurator", "ranks"} | {name for name in PRODUCT if "." in name},
+    {"fsdp"},
+    {"checkpoint", "optimizer", "metrics", "huggingface"},
+    {"train"},
+    {"rehearse", "bench", "sample"},
+    {"plan"},
+]
+
+
+def test_house_imports_have_no_circle():
+    """Imports inside functions count too."""
+    graphlib.TopologicalSorter(IMPORTS).prepare()  # CycleError names the circle
+
+
+def test_house_every_file_has_its_layer_and_imports_only_downwards():
+    assert PRODUCT.keys() <= set().union(*LAYERS)  # a new file: say here where it belongs
+    below = set()
+    for layer in LAYERS:
+        below |= layer
+        for name in layer & PRODUCT.keys():
+            assert IMPORTS[name] <= below, f"{name} imports {IMPORTS[name] - below}"
+
+
+def test_house_models_and_foundations_import_almost_nothing_of_the_project():
+    assert IMPORTS["model"] == set()
+    assert IMPORTS["ranks"] == set()
+    assert IMPORTS.get("llama", set()) <= {"model"}
+    assert imported(ast.parse(read("configurator.py")).body) == set()  # models: when one is named
+    data = {name for name in PRODUCT if name.startswith("data.")}
+    for name in data:
+        assert IMPORTS[name] <= data, name
+    assert IMPORTS["fsdp"] <= {"configurator", "model", "ranks"} | data
+    assert "plan" not in IMPORTS["train"]
+
+
+def test_house_nothing_imports_llama():
+    """It proves that one file is a model: no other file imports it."""
+    assert not [name for name in PRODUCT if "llama" in IMPORTS[name]]

@@ -1,0 +1,289 @@
+"""bench.py, sample.py, what a run logs, and eval_only."""
+
+import json
+import math
+import os
+import re
+import sys
+import types
+
+import pytest
+import torch
+from harness import TINY, Ranks, arguments, launch, make_data, python, read_metrics, tiny, trained
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import bench
+import metrics
+import sample
+import train
+from model import GPT, GPTConfig
+from ranks import World
+
+# -----------------------------------------------------------------------------
+# bench.py
+
+
+def bench_main(*argv):
+    bench.matmul_rate = lambda device, dtype: 1e12  # a second each, and not what is tested
+    bench.main(list(argv))
+
+
+def plain_flops():
+    """FLOPs of one sequence, forward and backward, as plain PyTorch counts them."""
+    sizes = {key: TINY[key] for key in ("n_layer", "n_head", "n_embd", "block_size")}
+    gpt = GPT(GPTConfig(**sizes, vocab_size=67, bias=False))
+    x = torch.zeros(1, TINY["block_size"], dtype=torch.long)
+    with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
+        gpt(x, x)[1].backward()
+    return flops.get_total_flops()
+
+
+def test_tools_bench(tmp, tmp_path):
+    """Its figures against each other and against plain PyTorch's count of the FLOPs."""
+    file, traces = tmp_path / "bench.json", tmp_path / "traces"
+    model = arguments(tmp, tmp_path, gradient_accumulation_steps=2, bias=False)
+    p = Ranks(2, bench_main, *model, "--steps=3", "--strategies=ddp,full_shard",
+              "--variants=;batch_size=4", f"--profile={traces}", f"--json={file}").finish()
+    assert p.returncode == 0, p.stderr
+    names = ["strategy=ddp", "strategy=full_shard",
+             "batch_size=4 strategy=ddp", "batch_size=4 strategy=full_shard"]
+    with open(file) as f:
+        rows = json.load(f)["rows"]
+    assert [r["name"] for r in rows] == names
+    expected = plain_flops()
+    for r, batch_size in zip(rows, (2, 2, 4, 4)):
+        tokens = 2 * batch_size * TINY["block_size"]
+        assert r["fastest_ms"] <= r["step_ms"] <= r["slowest_ms"]
+        assert r["tokens_per_s"] == pytest.approx(tokens / r["step_ms"] * 1e3)
+        counted = r["flops"] * 2 / r["tokens_per_s"] * TINY["block_size"]
+        assert counted == pytest.approx(expected, rel=0.02)  # + LayerNorm's weights
+        assert r["of_matmul"] == pytest.approx(r["flops"] / 1e12)
+        # the same figure on a CPU, but the second reading is a moment later
+        assert r["host_memory"] == pytest.approx(r["peak_memory"], rel=0.02)
+        assert r["peak_memory"] > 2**26
+        assert r["mfu"] is None
+        ratio = re.search(rf"^{re.escape(r['name'])} .* ([\d.]+) x its time$", p.stdout, re.M)[1]
+        assert float(ratio) == pytest.approx(r["step_ms"] / rows[0]["step_ms"], abs=1e-3)
+
+    # the profile: every rank's trace has the products, rank 0's table the collectives
+    for name in names:
+        assert f"\n{name}: 3 steps" in p.stdout
+        for rank in range(2):
+            with open(traces / f"trace-{name.replace(' ', '_')}-{rank}.json") as f:
+                ops = {e.get("name", "") for e in json.load(f)["traceEvents"]}
+            assert ops & {"aten::mm", "aten::addmm"}
+            collective = "reduce_scatter" if "full_shard" in name else "allreduce"
+            assert any(collective in op for op in ops)
+    assert "c10d::_reduce_scatter_base_" in p.stdout and "c10d::allreduce_" in p.stdout
+
+
+def test_tools_bench_measures_the_machine():
+    """The measured matmul rate is that of real products: within what any machine can do."""
+    rate = bench.matmul_rate(torch.device("cpu"), torch.float32)
+    assert 1e8 < rate < 1e14
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--steps=0"], "--steps=0"),
+    (["--steps=x"], "'x'"),
+    (["--variants=strategy=dpp"], "strategy='dpp'"),
+    (["--strategies=ddp"], "needs torchrun"),
+    (["--json=/nowhere/x.json"], "cannot write /nowhere/x.json"),
+    ([f"--profile={__file__}"], "cannot write"),
+    (["--plot"], "--plot"),
+])
+def test_tools_bench_bad_input_is_one_clear_line(tmp, tmp_path, capsys, monkeypatch, argv, message):
+    monkeypatch.setattr(bench, "training", None)  # it is said before anything is built
+    with pytest.raises(SystemExit) as e:
+        bench.main(arguments(tmp, tmp_path) + argv)
+    assert message in e.value.code and "\n" not in e.value.code
+    assert capsys.readouterr() == ("", "")
+
+
+def test_tools_bench_help_and_exit_code(tmp_path):
+    p = python("bench.py", "--help")
+    assert p.returncode == 0 and "bench.py config/quickstart.py --steps=3 --profile" in p.stdout
+    p = Ranks(1, bench_main, "--plot", str(tmp_path)).finish()
+    assert p.returncode == 1 and p.stderr.count("\n") == 1
+    assert "No such file" in p.stderr or "pip install matplotlib" in p.stderr
+
+
+def test_tools_bench_plot(tmp_path, monkeypatch, capsys):
+    """A picture, also of a run that was killed in the middle of a line; other damage is said."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    rows = [dict(iter=0, train_loss=4.0, val_loss=4.0, val_perplexity=54.6)]
+    for step in range(20):
+        speed = 1.0 if step == 10 else 1000.0  # the machine was busy
+        rows.append(dict(iter=step, loss=4 - step / 10, tokens_per_s=speed, peak_memory=2**28))
+    for name in "ab":
+        os.makedirs(name)
+        with open(f"{name}/metrics.jsonl", "w") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+            f.write('{"iter": 20, "lo')
+    drawn = []
+    from matplotlib.axes import Axes
+    plot = Axes.plot
+
+    def spy(axis, x, y, *args, **kwargs):
+        drawn.append((kwargs["label"], x, y))
+        return plot(axis, x, y, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    bench.main(["--plot", "a", "b"])
+    assert "training.png" in capsys.readouterr().out
+    with open("training.png", "rb") as f:
+        assert f.read(8) == b"\x89PNG\r\n\x1a\n"
+    keys = ("loss", "val_loss", "tokens_per_s", "peak_memory")
+    assert [label for label, _, _ in drawn] == [f"{name}: {key}" for name in "ab" for key in keys]
+    loss, val, speed, memory = drawn[:4]
+    assert loss[1:] == (list(range(20)), [4 - step / 10 for step in range(20)])
+    assert val[1:] == ([0], [4.0])
+    assert speed[2] == [1000.0] * 20  # one disturbed step leaves no mark
+    assert memory[2] == [256.0] * 20
+    with open("a/metrics.jsonl", "w") as f:
+        f.write("not json\n")
+    with pytest.raises(SystemExit, match="a/metrics.jsonl: Expecting value"):
+        bench.main(["--plot", "a"])
+
+
+# -----------------------------------------------------------------------------
+# sample.py, eval_only
+
+
+def test_tools_sample_from_everything(tmp, tmp_path):
+    out = os.path.join(tmp, "sampled")
+    make_data(str(tmp_path / "bytes"), vocab=256, tokenizer="bytes")
+    launch(2, arguments(tmp, out, max_iters=2, checkpoint="sharded", dataset=tmp_path / "bytes"))
+    args = [f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=30", "--dtype=float32"]
+    (tmp_path / "p.txt").write_text("import")
+    runs = [python("sample.py", *args, "--start=-", stdin="import")]
+    for more in (["--start=import"], [f"--start=FILE:{tmp_path / 'p.txt'}"],
+                 ["--start=import", "--use_cache=False"]):
+        runs.append(Ranks(1, sample.main, args + more).finish())
+    assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs[0].stderr
+    assert len({p.stdout for p in runs}) == 1
+    assert len(runs[0].stdout) > len("import\n---------------\n")
+    p = Ranks(1, sample.main, [f"--out_dir={tmp_path}"]).finish()
+    assert p.returncode == 1 and "no checkpoint" in p.stderr and "Traceback" not in p.stderr
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--num_samples=0"], "at least 1"),
+    (["--temperature=-1"], "at least 0"),
+    (["--top_k=x"], "'x'"),
+    (["--start=FILE:/nowhere"], "FILE:/nowhere"),
+])
+def test_tools_sample_bad_input_is_one_clear_line(argv, message):
+    with pytest.raises(SystemExit) as e:
+        sample.read_prompt(sample.arguments(argv).start)
+    assert message in e.value.code and "\n" not in e.value.code
+
+
+def test_tools_eval_only(tmp):
+    out = os.path.join(tmp, "eval_only")
+    launch(1, arguments(tmp, out, max_iters=14))
+    written = os.stat(os.path.join(out, "ckpt.pt")).st_mtime_ns
+    p = launch(1, arguments(tmp, out, max_iters=20, init_from="resume", eval_only=True, seed=1337))
+    assert re.search(r"^step 14: train loss \d\.\d{4}, val loss \d\.\d{4}$", p.stdout, re.M)
+    assert "iter 14" not in p.stdout
+    assert os.stat(os.path.join(out, "ckpt.pt")).st_mtime_ns == written
+
+
+# -----------------------------------------------------------------------------
+# what a run logs
+
+
+def test_tools_log_line_and_metrics(tmp):
+    out = os.path.join(tmp, "metrics")
+    p = launch(1, arguments(
+        tmp, out, max_iters=3, log_interval=2, keep_checkpoints=1, reduce_dtype="float32",
+        backend="auto", wandb_log=False, weight_decay=0.0, beta1=0.8, beta2=0.9, decay_lr=False))
+    assert re.search(r"^iter 0: loss \d\.\d{4}, time \d+\.\d\dms, mfu n/a, [\d,]+ tok/s, "
+                     r"norm \d+\.\d\d, mem \d\.\d\dGiB, \w+ left$", p.stdout, re.M), p.stdout
+    row = [r for r in read_metrics(out) if "loss" in r][0]
+    assert {"iter", "loss", "perplexity", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
+            "peak_memory", "wall_s"} <= row.keys()
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert row["lr"] == TINY["learning_rate"]
+
+
+def main_without(package, argv):
+    sys.modules[package] = None  # importing it fails, whether it is installed or not
+    train.main(argv)
+
+
+@pytest.mark.parametrize("package, overrides", [
+    ("wandb", dict(wandb_log=True, wandb_project="p", wandb_run_name="r")),
+    ("tensorboard", dict(tensorboard=True)),
+])
+def test_tools_missing_package_is_one_clear_line(tmp, package, overrides):
+    argv = arguments(tmp, os.path.join(tmp, "missing"), **overrides)
+    p = Ranks(1, main_without, package, argv).finish()
+    assert p.returncode == 1 and f"pip install {package}" in p.stderr
+    assert "Traceback" not in p.stderr
+
+
+def test_tools_tensorboard(tmp):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    out = os.path.join(tmp, "tensorboard")
+    p = trained(1, arguments(tmp, out, max_iters=3, tensorboard=True))
+    assert p.returncode == 0, p.stderr
+    events = EventAccumulator(out).Reload()
+    logged = [(r["iter"], r["loss"]) for r in read_metrics(out) if "loss" in r]
+    assert len(logged) == 3
+    for event, (step, loss) in zip(events.Scalars("loss"), logged, strict=True):
+        assert event.step == step and event.value == pytest.approx(loss)
+    assert "val_loss" in events.Tags()["scalars"] and "mfu" not in events.Tags()["scalars"]
+
+
+def test_tools_wandb(tmp, tmp_path, monkeypatch):
+    """One id a run and directory; a resumed run goes on in it."""
+    calls, logged = [], []
+
+    def init(**kwargs):
+        calls.append(kwargs)
+        return types.SimpleNamespace(log=lambda row, step: logged.append((step, row)),
+                                     finish=lambda: logged.append("finished"))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    cfg = tiny(tmp, out_dir=str(tmp_path), wandb_log=True, wandb_project="p", wandb_run_name="r")
+    for step in (0, 1):
+        log = metrics.Metrics(cfg, World(), step)
+        log.write(dict(iter=step, loss=2.5))
+        log.close()
+    assert logged == [(0, dict(iter=0, loss=2.5)), "finished",
+                      (1, dict(iter=1, loss=2.5)), "finished"]
+    first, second = calls
+    assert first["project"] == "p" and first["name"] == "r" and first["config"]["n_layer"] == 3
+    assert first["id"] == second["id"] and re.fullmatch(r"[\w-]{1,64}", first["id"])
+    assert first["resume"] is None and second["resume"] == "allow"
+    metrics.Metrics(cfg, World(rank=1, size=2), 0).write(dict(iter=0, loss=2.5))
+    assert len(calls) == 2 and len(read_metrics(tmp_path)) == 2  # other ranks log nothing
+
+
+def test_tools_metrics_of_a_resumed_run_have_no_step_twice(tmp, tmp_path):
+    """Rows from the checkpoint's step on are dropped, as is half a line; a new run starts anew."""
+    cfg = tiny(tmp, out_dir=str(tmp_path))
+    log = metrics.Metrics(cfg, World(), 0)
+    for step in range(4):
+        log.write(dict(iter=step, loss=1.0))
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"iter": 4, "lo')
+    log = metrics.Metrics(cfg, World(), 2)
+    log.write(dict(iter=2, loss=2.0))
+    assert [r["iter"] for r in read_metrics(tmp_path)] == [0, 1, 2]
+    assert [r["loss"] for r in read_metrics(tmp_path)] == [1.0, 1.0, 2.0]
+    metrics.Metrics(cfg, World(), 0).write(dict(iter=0, loss=3.0))
+    assert [r["loss"] for r in read_metrics(tmp_path)] == [3.0]
+
+
+def test_tools_peak_flops_names_the_most_specific_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device.name)
+    for name, peak in (("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12),
+                       ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("Unknown 1", None)):
+        device = types.SimpleNamespace(type="cuda", name=name)
+        assert metrics.peak_flops(device) == peak
+    assert metrics.peak_flops(torch.device("cpu")) is None
