@@ -77,8 +77,8 @@ def on_rank0(world, action, path):
 
 
 def cannot_write(path, e):
-    return (f"cannot write {path}: {first_line(e)}; the previous checkpoint is untouched. Free "
-            "space, or pass another --out_dir")
+    return (f"cannot write {path}: {first_line(e)}; the previous checkpoint is untouched. Make "
+            "room, or pass another --out_dir")
 
 
 def first_line(e):
@@ -160,10 +160,13 @@ class ShardedSaver:
         on_rank0(self.world, prepare, path)
         tensors = flat_state(model, optimizer)
         self.path = path
-        if self.group:
-            self.future = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
-        else:  # without a process group PyTorch saves in the foreground only
-            on_rank0(self.world, lambda: dcp.save(tensors, checkpoint_id=path, no_dist=True), path)
+        try:
+            if self.group:
+                self.future = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
+            else:  # without a process group PyTorch saves in the foreground only
+                dcp.save(tensors, checkpoint_id=path, no_dist=True)
+        except WRITE_ERRORS as e:
+            raise SystemExit(cannot_write(path, e))
         self.finish()
 
     def finish(self, wait=False):
@@ -243,7 +246,7 @@ def open_full(path):
     untied = [name for name in weights if name != "lm_head.weight"]
     names = ckpt.get("param_names") or sorted(untied, key=lambda name: weights[name].dim() < 2)
     flat = {f"model.{name}": tensor for name, tensor in weights.items()}
-    for i, state in ckpt["optimizer"]["state"].items():
+    for i, state in ckpt.get("optimizer", {"state": {}})["state"].items():
         flat.update({f"{key}.{names[i]}": tensor for key, tensor in state.items()})
     header = {key: ckpt[key] for key in ("iter_num", "model_args", "config")}
     header.update(best_val_loss=float(ckpt["best_val_loss"]), scaler=ckpt.get("scaler"),
@@ -253,6 +256,8 @@ def open_full(path):
 
 def open_sharded(path):
     header = torch.load(os.path.join(path, "header.pt"), weights_only=True)
+    if "ties" not in header:
+        raise ValueError("an older version wrote it; make it a full one there")
     entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     header["shapes"] = {key: tuple(entry.size) for key, entry in entries.items()}
 

@@ -110,7 +110,7 @@ def model_file(name):
     """The module that --model names; its Model and ModelConfig are the model."""
     try:
         module = importlib.import_module("model" if name == "gpt2" else name)
-    except ImportError as e:
+    except (ImportError, TypeError, ValueError) as e:
         raise SystemExit(f"model={name!r}: {e}; gpt2 is model.py, any other NAME is NAME.py, with "
                          "a Model and a ModelConfig")
     if not hasattr(module, "Model") or not hasattr(module, "ModelConfig"):

@@ -14,6 +14,7 @@ takes at most 90% of a GPU), and what compiling saves.
 """
 
 import math
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
@@ -338,6 +339,12 @@ def parse(argv):
     if own.gpu and own.gpu not in PEAK_FLOPS:
         raise SystemExit(f"--gpu={own.gpu} is not listed; use one of {', '.join(PEAK_FLOPS)}, or "
                          "--flops with a measured rate")
+    if own.plot:  # now, not after the rehearsals
+        optional("matplotlib.figure", "--plot")
+        folder, kind = os.path.dirname(own.plot) or ".", os.path.splitext(own.plot)[1]
+        if not os.path.isdir(folder) or kind not in (".png", ".svg", ".pdf"):
+            raise SystemExit(f"--plot={own.plot}: pass a .png, .svg or .pdf file in a folder that "
+                             "exists")
     if own.accounting and (own.accounting != "zero" or not own.params):
         raise SystemExit(f"--accounting={own.accounting}: write --accounting=zero --params=7.5e9")
     own.given_flops = own.flops

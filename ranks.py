@@ -69,8 +69,9 @@ def pick_device(name, local_rank=None):
     index = int(index or 0) if local_rank is None else local_rank
     available = {"cuda": torch.cuda.device_count(), "mps": int(mps), "cpu": sys.maxsize}
     if index >= available.get(kind, 0):
-        raise SystemExit(f"device={name}: this machine has {available.get(kind, 0)} {kind} devices "
-                         f"and number {index} was requested; use fewer processes or --device=cpu")
+        fewer = "" if local_rank is None else "fewer processes per node, or "
+        raise SystemExit(f"device={name}: this machine has {available.get(kind, 0)} of that kind, "
+                         f"and number {index} was requested; use {fewer}--device=cpu")
     return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
 
 

@@ -96,7 +96,8 @@ def arguments(argv):
     add("--use_cache", default=True, type=lambda text: text.lower() != "false",
         help="False: compute every token from the whole context, to compare")
     args = parser.parse_args(argv)
-    if min(args.num_samples, args.max_new_tokens) < 1 or min(args.temperature, args.top_k) < 0:
+    counts = min(args.num_samples, args.max_new_tokens)
+    if counts < 1 or args.top_k < 0 or not 0 <= args.temperature < math.inf:
         parser.error("num_samples and max_new_tokens must be at least 1, temperature and top_k "
                      "at least 0")
     return args
@@ -120,6 +121,9 @@ def main(argv):
     cfg = config_class("gpt2")(strategy="single", compile=False, gradient_accumulation_steps=1,
                                init_from=args.init_from, out_dir=args.out_dir, dtype=args.dtype)
     source = open_start(cfg, world)
+    if source is None:
+        raise SystemExit(f"init_from={args.init_from}: no model to sample from; use resume, gpt2 "
+                         "or a directory in Hugging Face format")
     cfg = with_architecture(resolve(cfg, world), source)
     model = meta_model(cfg)
     fsdp.parallelize(model, cfg, world)

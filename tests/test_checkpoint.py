@@ -355,6 +355,23 @@ def test_checkpoint_latest_moves_when_all_is_written_and_old_ones_go(tmp, tmp_pa
     assert {"step-000000002", "step-000000003"} <= set(os.listdir(tmp_path))
 
 
+def test_checkpoint_of_an_older_versions_sharded_layout_is_one_clear_line(tmp_path):
+    path = tmp_path / "step-000000002"
+    path.mkdir()
+    torch.save({"iter_num": 2, "steps": {}}, path / "header.pt")
+    (path / ".metadata").touch()
+    with pytest.raises(SystemExit, match="an older version wrote it") as e:
+        checkpoint.find(str(tmp_path))
+    assert "\n" not in str(e.value)
+
+
+def test_checkpoint_of_weights_alone_is_opened(tmp_path):
+    weights = {"model": {"w": torch.ones(2)}, "iter_num": 3, "best_val_loss": 1.0,
+               "model_args": {}, "config": {}}
+    torch.save(weights, tmp_path / "ckpt.pt")
+    assert checkpoint.find(str(tmp_path)).header["shapes"] == {"model.w": (2,)}
+
+
 def test_checkpoint_damage_is_a_clear_line_or_the_older_one(tmp):
     out = os.path.join(tmp, "damage")
     launch(1, arguments(tmp, out, max_iters=2))

@@ -159,7 +159,7 @@ def test_config_key_of_another_model_is_refused(other, argv):
     assert re.search(r"(n_layer|n_kv_head).*\(model=(gpt2|other_model)\)", said)
 
 
-@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics"])  # the last two have no Model
+@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", ".."])
 def test_config_unknown_model_is_one_clear_line(name):
     said = one_line(load_config, [f"--model={name}"])
     assert said.startswith(f"model={name!r}: ")

@@ -464,6 +464,7 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch):
     (["--accounting=zero"], "--params=7.5e9"), (["--accounting=two"], "--accounting=zero"),
     (["--n_lyaer=2"], "did you mean n_layer"), (["--flops=nan"], "--flops=nan"),
     (["--world_size"], "expected one argument"), (["--freeze=nobody"], "freeze='nobody'"),
+    (["--plot=/nowhere/x.png"], "--plot=/nowhere/x.png"), (["--plot=x.xyz"], "--plot=x.xyz"),
 ])
 def test_plan_bad_input_is_one_clear_line(argv, message):
     with pytest.raises(SystemExit) as e:

@@ -172,6 +172,7 @@ def test_tools_sample_from_everything(tmp, tmp_path):
 @pytest.mark.parametrize("argv, message", [
     (["--num_samples=0"], "at least 1"),
     (["--temperature=-1"], "at least 0"),
+    (["--temperature=nan"], "at least 0"),
     (["--top_k=x"], "'x'"),
     (["--start=FILE:/nowhere"], "FILE:/nowhere"),
 ])
@@ -179,6 +180,12 @@ def test_tools_sample_bad_input_is_one_clear_line(argv, message):
     with pytest.raises(SystemExit) as e:
         sample.read_prompt(sample.arguments(argv).start)
     assert message in e.value.code and "\n" not in e.value.code
+
+
+@pytest.mark.parametrize("init_from", ["scratch", "auto"])
+def test_tools_sample_without_a_model_is_one_clear_line(tmp_path, init_from):
+    with pytest.raises(SystemExit, match=f"init_from={init_from}: no model to sample from"):
+        sample.main([f"--init_from={init_from}", f"--out_dir={tmp_path}"])
 
 
 def test_tools_eval_only(tmp):
