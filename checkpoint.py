@@ -129,8 +129,9 @@ def write_full_file(path, flat, header):
     for first, *others in header["ties"]:
         weights.update(dict.fromkeys(others, weights[first]))  # one storage, so stored once
     optimizer = {"state": state, "param_groups": header["param_groups"]}
+    rest = {key: value for key, value in header.items() if key not in ("param_groups", "ties")}
     with atomic(path) as tmp:
-        torch.save({**header, "model": weights, "optimizer": optimizer}, tmp)
+        torch.save({**rest, "model": weights, "optimizer": optimizer}, tmp)
 
 
 class ShardedSaver:
