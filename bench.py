@@ -118,8 +118,11 @@ def plot(directories):
     loss, speed, memory = figure.subplots(1, 3)
     curves = [(loss, "loss", 1, "-"), (loss, "val_loss", 1, "o-"), (speed, "tokens_per_s", 1, "-"),
               (memory, "peak_memory", 2**20, "-")]
+    logs = [read_rows(directory) for directory in directories]
+    if not all(logs):
+        raise SystemExit(f"{directories[logs.index([])]}/metrics.jsonl: nothing to draw")
     for (i, directory), (axis, key, unit, style) in product(enumerate(directories), curves):
-        rows = [r for r in read_rows(directory) if key in r]
+        rows = [r for r in logs[i] if key in r]
         values = [r[key] / unit for r in rows]
         if axis is speed:  # one disturbed step leaves no mark on the median of 9 log lines
             values = [median(values[max(0, j - 4):j + 5]) for j in range(len(values))]

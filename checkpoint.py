@@ -10,80 +10,32 @@ Checkpoints: what a run leaves on disk, and how another run picks it up.
 Inside, a state is flat, {"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of
 plain values. A full state passes through rank 0's host memory one tensor at a time. A file gets a
 temporary name, is synced, then renamed: what carries its final name is complete, whenever the
-process died. Files are read with weights_only=True.
+process died; a directory is complete once it has its header. Checksums are compared before a
+checkpoint is used, and nothing in it can run code.
 """
 
 import glob
+import io
 import os
+import pickle
 import shutil
 import sys
 import warnings
+import zipfile
+import zlib
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from configurator import model_config
+from configurator import Config, model_config
 from fsdp import gather_full, reshard, scatter_full, tied_names
-from ranks import agree, run
+from outdir import atomic, first_line, writing
+from ranks import World, from_rank0, mean, run
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so in one process
-
-# ---------- writing files -----------------------------------------------------
-
-# torch.save raises RuntimeError on a full disk; CheckpointException is no Exception
-WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
-
-
-@contextmanager
-def atomic(path):
-    """A temporary name to write to; becomes `path` if the block ends well, else disappears."""
-    tmp = path + ".tmp"
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    try:
-        yield tmp
-        sync(tmp)
-        os.replace(tmp, path)
-        sync(os.path.dirname(path) or ".")  # the rename itself
-    except BaseException:
-        if os.path.exists(tmp):
-            os.remove(tmp)
-        raise
-
-
-def sync(path):
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def on_rank0(world, action, path):
-    """Do action on rank 0; if it fails, every rank ends with one line (collective)."""
-    problem = None
-    if world.rank == 0:
-        try:
-            action()
-        except WRITE_ERRORS as e:
-            problem = cannot_write(path, e)
-    problem = agree(world, problem)
-    if problem:
-        raise SystemExit(problem)
-
-
-def cannot_write(path, e):
-    return (f"cannot write {path}: {first_line(e)}; the previous checkpoint is untouched. Make "
-            "room, or pass another --out_dir")
-
-
-def first_line(e):
-    return (str(e).strip() or type(e).__name__).splitlines()[0]
-
 
 # ---------- saving ------------------------------------------------------------
 
@@ -98,15 +50,15 @@ def flat_state(model, optimizer=None):
     return tensors
 
 
-def make_header(model, optimizer, cfg, iter_num, best_val_loss, scaler):
+def make_header(model, optimizer, cfg, run, iter_num, best_val_loss, scaler):
     """All that is not a tensor, as plain values."""
     names = {p: name for name, p in model.named_parameters()}
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
     number = {name: i for i, name in enumerate(ordered)}
     groups = [{**group, "params": [number[names[p]] for p in group["params"]]}
               for group in optimizer.param_groups]  # as Optimizer.state_dict numbers them
-    return dict(model_args=asdict(model_config(cfg)), config=asdict(cfg), iter_num=iter_num,
-                best_val_loss=best_val_loss, scaler=scaler.state_dict() or None,
+    return dict(model_args=asdict(model_config(cfg)), config=asdict(cfg), run=run,
+                iter_num=iter_num, best_val_loss=best_val_loss, scaler=scaler.state_dict() or None,
                 param_names=ordered, param_groups=groups, ties=tied_names(model))
 
 
@@ -114,7 +66,7 @@ def save_full(path, model, optimizer, header, world):
     """One portable file (all ranks: it gathers)."""
     reshard(model)  # so that its parameters are the shards
     flat = {key: gather_full(t, world) for key, t in flat_state(model, optimizer).items()}
-    on_rank0(world, lambda: write_full_file(path, flat, header), path)
+    from_rank0(world, lambda: write_full_file(path, flat, header))
 
 
 def write_full_file(path, flat, header):
@@ -130,7 +82,7 @@ def write_full_file(path, flat, header):
         weights.update(dict.fromkeys(others, weights[first]))  # one storage, so stored once
     optimizer = {"state": state, "param_groups": header["param_groups"]}
     rest = {key: value for key, value in header.items() if key not in ("param_groups", "ties")}
-    with atomic(path) as tmp:
+    with writing(path), atomic(path) as tmp:
         torch.save({**rest, "model": weights, "optimizer": optimizer}, tmp)
 
 
@@ -138,13 +90,14 @@ class ShardedSaver:
     """
     Sharded checkpoints, written in the background while training goes on.
 
-    save() copies this rank's rows to host memory and returns. finish() moves out_dir/latest once
-    all ranks' files are complete, and removes old ones. All ranks call both.
+    save() copies this rank's rows to host memory and returns. finish() completes the directory with
+    its header once all ranks' files are there, moves out_dir/latest, and removes old ones. All
+    ranks call both.
     """
 
     def __init__(self, out_dir, keep, world):
         self.out_dir, self.keep, self.world = out_dir, keep, world
-        self.path, self.future = None, None  # of the save under way
+        self.path, self.header, self.future = None, None, None  # of the save under way
         # its own group: the background thread's collectives must not mix with the training loop's
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
@@ -152,40 +105,34 @@ class ShardedSaver:
         self.finish(wait=True)
         reshard(model)
         path = os.path.join(self.out_dir, f"step-{header['iter_num']:09d}")
-
-        def prepare():
-            shutil.rmtree(path, ignore_errors=True)  # half-written, by a run that died here
-            with atomic(os.path.join(path, "header.pt")) as tmp:
-                torch.save(header, tmp)
-
-        on_rank0(self.world, prepare, path)
+        # half-written, by a run that died here
+        from_rank0(self.world, lambda: shutil.rmtree(path, ignore_errors=True))
         tensors = flat_state(model, optimizer)
-        self.path = path
-        try:
+        self.path, self.header = path, header
+        with writing(path):
             if self.group:
                 self.future = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
             else:  # without a process group PyTorch saves in the foreground only
                 dcp.save(tensors, checkpoint_id=path, no_dist=True)
-        except WRITE_ERRORS as e:
-            raise SystemExit(cannot_write(path, e))
         self.finish()
 
     def finish(self, wait=False):
         """Publish the save under way if it is complete; wait: block until it is (all ranks)."""
         if self.path and (wait or self.future is None or self.future.done()):
-            try:
+            with writing(self.path):
                 if self.future:
                     self.future.result()
                 if self.world.rank == 0:
                     self.publish()
-            except WRITE_ERRORS as e:
-                raise SystemExit(cannot_write(self.path, e))
-            self.path = self.future = None
+            self.path = self.header = self.future = None
         if wait:
-            agree(self.world, None)  # nobody goes on before `latest` has moved
+            from_rank0(self.world, lambda: None)  # nobody goes on before `latest` has moved
 
     def publish(self):
-        sync(self.path)
+        with open(os.path.join(self.path, ".metadata"), "rb") as f:
+            self.header["metadata_crc32"] = zlib.crc32(f.read())
+        with atomic(os.path.join(self.path, "header.pt")) as tmp:
+            torch.save(self.header, tmp)
         with atomic(os.path.join(self.out_dir, "latest")) as tmp, open(tmp, "w") as f:
             f.write(os.path.basename(self.path) + "\n")
         for old in sorted(glob.glob(os.path.join(self.out_dir, "step-*")))[:-self.keep]:
@@ -196,6 +143,9 @@ class ShardedSaver:
 # ---------- finding and opening -----------------------------------------------
 
 
+ALONE = World()
+
+
 @dataclass
 class Source:
     """An opened checkpoint; its header's "shapes" has the flat keys."""
@@ -204,34 +154,43 @@ class Source:
     get: Callable = None  # flat key -> whole tensor on the CPU; only on rank 0
     sharded: bool = False
 
-
-def find(out_dir):
-    """The newest complete checkpoint as a Source, or None. SystemExit if all are damaged."""
-    paths = [os.path.join(out_dir, name) for name in ("ckpt.pt", "last.pt")]
-    for path in sorted(glob.glob(os.path.join(out_dir, "step-*"))):
-        if path == latest(out_dir) or os.path.exists(os.path.join(path, ".metadata")):
-            paths.append(path)
-    found, problems = [], []
-    for path in filter(os.path.exists, paths):
-        try:
-            found.append(open_sharded(path) if os.path.isdir(path) else open_full(path))
-        except Exception as e:  # a damaged zip or pickle raises almost anything
-            problems.append(f"{path}: not a complete checkpoint ({type(e).__name__}: "
-                            f"{first_line(e)}); remove it, or pass another out_dir")
-    if problems and not found:
-        raise SystemExit(problems[0])
-    for problem in problems:
-        print(f"skipping {problem}", file=sys.stderr)
-    return max(found, key=lambda source: source.header["iter_num"], default=None)
+    def __reduce__(self):  # for the other ranks
+        return Source, (self.path, self.header, None, self.sharded)
 
 
-def latest(out_dir):
-    """The directory of the last complete sharded checkpoint, or None."""
-    try:
-        with open(os.path.join(out_dir, "latest")) as f:
-            return os.path.join(out_dir, f.read().strip())
-    except FileNotFoundError:
-        return None
+def find(out_dir, world=ALONE):
+    """
+    The newest intact checkpoint as a Source, None if there is none (all ranks). Damaged ones are
+    named and passed over; SystemExit if there are no others.
+    """
+    sources, problems = from_rank0(world, lambda: open_all(out_dir))
+    for source in sources:
+        if intact(source, world):
+            break
+        problems.append(f"{source.path}: damaged, its checksums do not match")
+    else:
+        source = None
+    remedy = "remove it, or pass another out_dir"
+    if problems and source is None:
+        raise SystemExit(f"{problems[0]}; {remedy}")
+    if world.rank == 0:
+        for problem in problems:
+            print(f"skipping {problem}; {remedy}", file=sys.stderr)
+    return source
+
+
+def open_all(out_dir):
+    """([Source], newest first, [what is wrong with those that cannot be opened])."""
+    sources, problems = [], []
+    for pattern, opener in (("ckpt.pt", open_full), ("last.pt", open_full),
+                            ("step-*/header.pt", open_sharded)):
+        for path in glob.glob(os.path.join(glob.escape(out_dir), pattern)):
+            try:
+                sources.append(opener(path))
+            except Exception as e:  # a damaged zip or pickle raises almost anything
+                problems.append(f"{path}: not a complete checkpoint ({type(e).__name__}: "
+                                f"{first_line(e)})")
+    return sorted(sources, key=lambda source: -source.header["iter_num"]), problems
 
 
 def open_full(path):
@@ -249,39 +208,94 @@ def open_full(path):
     flat = {f"model.{name}": tensor for name, tensor in weights.items()}
     for i, state in ckpt.get("optimizer", {"state": {}})["state"].items():
         flat.update({f"{key}.{names[i]}": tensor for key, tensor in state.items()})
-    header = {key: ckpt[key] for key in ("iter_num", "model_args", "config")}
-    header.update(best_val_loss=float(ckpt["best_val_loss"]), scaler=ckpt.get("scaler"),
-                  shapes={key: tuple(t.shape) for key, t in flat.items()})
-    return Source(path, header, flat.__getitem__)
+    header = {key: value for key, value in ckpt.items() if key not in ("model", "optimizer")}
+    return make_source(path, header, {key: t.shape for key, t in flat.items()}, flat.__getitem__)
 
 
 def open_sharded(path):
-    header = torch.load(os.path.join(path, "header.pt"), weights_only=True)
-    if "ties" not in header:
+    """A directory, by the path of its header.pt."""
+    header, path = torch.load(path, weights_only=True), os.path.dirname(path)
+    if "metadata_crc32" not in header:
         raise ValueError("an older version wrote it; make it a full one there")
-    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    header["shapes"] = {key: tuple(entry.size) for key, entry in entries.items()}
+    with open(os.path.join(path, ".metadata"), "rb") as f:
+        if zlib.crc32(f.read()) != header.pop("metadata_crc32"):
+            raise ValueError("its .metadata is damaged")
+    entries = MetadataReader(path).read_metadata().state_dict_metadata
 
     def get(key):
         box = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)}
-        dcp.load(box, checkpoint_id=path, no_dist=True)
+        dcp.load(box, storage_reader=MetadataReader(path), no_dist=True)
         return box[key]
 
-    return Source(path, header, get, sharded=True)
+    shapes = {key: entry.size for key, entry in entries.items()}
+    return make_source(path, header, shapes, get, sharded=True)
 
 
-def open_source(opener, world):
-    """opener() on rank 0, its Source's header on every rank; or its SystemExit, on every rank."""
-    source, problem = None, None
-    if world.rank == 0:
-        try:
-            source = opener()
-        except SystemExit as e:
-            problem = str(e)
-    problem, seen = agree(world, (problem, source and replace(source, get=None)))
-    if problem:
-        raise SystemExit(problem)
-    return source or seen
+def make_source(path, header, shapes, get, sharded=False):
+    for key, kind in (("iter_num", int), ("model_args", dict), ("config", dict)):
+        if type(header[key]) is not kind:
+            raise ValueError(f"its {key} is {header[key]!r}")
+    scaler = header.get("scaler")
+    if scaler is not None:
+        float(scaler["scale"])
+    header.update(best_val_loss=float(header["best_val_loss"]), scaler=scaler,
+                  shapes={key: tuple(shape) for key, shape in shapes.items()})
+    return Source(path, header, get, sharded)
+
+
+class MetadataReader(dcp.FileSystemReader):
+    """PyTorch's own unpickles .metadata, and so would run what somebody put there."""
+
+    def read_metadata(self, *args, **kwargs):
+        with open(os.path.join(self.path, ".metadata"), "rb") as f:
+            metadata = MetadataUnpickler(f).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """What describes tensors. Not BytesStorageMetadata: PyTorch unpickles such entries as well."""
+    ADMITTED = {
+        "torch": ("Size",), "torch.serialization": ("_get_layout",),
+        "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",),  # of Python 3.13
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.distributed.checkpoint.metadata": (
+            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    }
+
+    def find_class(self, module, name):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and name not in self.ADMITTED.get(module, ()):
+            raise pickle.UnpicklingError(f"it wants to run {module}.{name}")
+        return super().find_class(module, name)
+
+
+def intact(source, world):
+    """
+    Do its checksums match? torch.load does not look. 0.5 s a GB; every rank reads its part of a
+    sharded one (all ranks).
+    """
+    pieces = [(source.path, 0, None)][world.rank:]  # a whole file; rank 0 alone may see it
+    try:
+        if source.sharded:  # every rank's rows of a tensor are a zip of their own
+            stored = MetadataReader(source.path).read_metadata().storage_data.values()
+            pieces = [(os.path.join(source.path, s.relative_path), s.offset, s.length)
+                      for s in stored][world.rank::world.size]
+        bad = any(broken(*piece) for piece in pieces)
+    except Exception:  # no such file, or not a zip any more
+        bad = True
+    return mean(torch.tensor(float(bad)), world) == 0
+
+
+def broken(path, offset, length):
+    with open(path, "rb") as f:
+        f.seek(offset)
+        file = io.BytesIO(f.read(length)) if length else f
+        bad = zipfile.ZipFile(file).testzip()
+        file.seek(0)
+        torch.load(file, map_location="meta", weights_only=True)  # the zip's directory has no sums
+        return bad
 
 
 # ---------- loading -----------------------------------------------------------
@@ -294,30 +308,44 @@ def check(source, cfg):
     for key in ours.keys() & theirs.keys() - {"dropout"}:
         cropped = key == "block_size" and ours[key] < theirs[key] and not source.sharded
         if ours[key] != theirs[key] and not cropped:
-            raise SystemExit(f"{key}={ours[key]} in the config, but {source.path} has {key}="
-                             f"{theirs[key]}; pass --{key}={theirs[key]}, or another out_dir")
+            remedy = f"pass --{key}={theirs[key]}, or another out_dir"
+            if key == "vocab_size":
+                remedy = "use the data set that it was trained on, or another out_dir"
+            raise SystemExit(f"{key}={ours[key]} in this run, but {source.path} has {key}="
+                             f"{theirs[key]}; {remedy}")
+
+
+def changed(source, cfg):
+    """What this run does otherwise than the checkpoint's, as text: it may well be intended."""
+    keys = [f.name for f in fields(Config)]
+    keys = keys[keys.index("dataset"):keys.index("device")]  # data, model, optimizer
+    keys.remove("max_iters")
+    ours, theirs = asdict(cfg), source.header["config"]
+    return ", ".join(f"{key}={ours[key]!r} (was {theirs[key]!r})" for key in keys
+                     if key in theirs and theirs[key] != ours[key])
 
 
 def load(source, model, optimizer, world):
     """Weights, and the optimizer's state of what trains, as they are sharded now (collective)."""
     shapes, params = source.header["shapes"], dict(model.named_parameters())
-    for name, p in params.items():
-        theirs = shapes.get(f"model.{name}", ())
-        # a position table may have more rows than this run's shorter context uses
-        if theirs[1:] != tuple(p.shape[1:]) or not theirs or theirs[0] < p.shape[0]:
-            raise SystemExit(f"{source.path}: {name} is missing or has shape {theirs}, not "
-                             f"{tuple(p.shape)}; it belongs to another model")
-    for key, shape in shapes.items() if optimizer else ():
+    for key in {f"model.{name}": None for name in params} | shapes:
         kind, _, name = key.partition(".")
-        p = params.get(name)
-        if kind != "model" and p is not None and p.requires_grad:
+        p, shape = params.get(name), shapes.get(key)
+        if p is None:
+            continue
+        # a position table may have more rows than this run's shorter context uses
+        fits = shape and shape[1:] == p.shape[1:] and shape[0] >= p.shape[0]
+        if not fits and (kind == "model" or shape != ()):
+            raise SystemExit(f"{source.path}: {key} is missing or has shape {shape}, not "
+                             f"{tuple(p.shape)}; it belongs to another model")
+        if kind != "model" and optimizer and p.requires_grad:
             # a number, such as Adam's step, stands where a fused optimizer keeps it
             empty = torch.zeros_like(p) if shape else torch.zeros((), device=p.device)
             optimizer.state[p][kind] = empty
     tensors = flat_state(model, optimizer)
     if source.sharded:
-        dcp.load(tensors, checkpoint_id=source.path, no_dist=not dist.is_initialized())
-        return
+        reader, alone = MetadataReader(source.path), not dist.is_initialized()
+        return dcp.load(tensors, storage_reader=reader, no_dist=alone)
     for key, t in tensors.items():
         full = source.get(key) if world.rank == 0 else None
         if full is not None and t.dim():
@@ -338,10 +366,7 @@ def main(argv):
         return print(f"{source.path} is a full checkpoint already")
     path = os.path.join(argv[1], "ckpt.pt")
     flat = {key: source.get(key) for key in source.header.pop("shapes")}
-    try:
-        write_full_file(path, flat, source.header)
-    except WRITE_ERRORS as e:
-        raise SystemExit(cannot_write(path, e))
+    write_full_file(path, flat, source.header)
     print(f"{source.path} -> {path}")
 
 

@@ -2,21 +2,20 @@
 What a run reports: out_dir/metrics.jsonl (one object a line), wandb and TensorBoard if asked for,
 and the device's peaks.
 
-    metrics = Metrics(cfg, world, step)      # rank 0 writes; on the others nothing happens
+    metrics = Metrics(cfg, world, run_id, step)   # rank 0 writes; on the others nothing happens
     metrics.write(dict(iter=step, loss=2.3))
 """
 
 import importlib
 import json
 import os
-import re
 import resource
 import sys
 from dataclasses import asdict
 
 import torch
 
-from checkpoint import atomic
+from outdir import atomic, writing
 
 PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets; the most specific name first
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12,
@@ -44,9 +43,11 @@ def peak_host_memory():
 
 
 class Metrics:
-    def __init__(self, cfg, world, step):
+    def __init__(self, cfg, world, run_id, step):
+        """run_id: None for a run that leaves nothing behind."""
         wanted = {jsonl: True, wandb: cfg.wandb_log, tensorboard: cfg.tensorboard}
-        self.logs = [log(cfg, step) for log in wanted if wanted[log] and world.rank == 0]
+        names = [log for log in wanted if wanted[log] and run_id and world.rank == 0]
+        self.logs = [log(cfg, run_id, step) for log in names]
 
     def write(self, row):
         for write, _ in self.logs:
@@ -57,25 +58,31 @@ class Metrics:
             close()
 
 
-def jsonl(cfg, step):
+def jsonl(cfg, run_id, step):
     path = os.path.join(cfg.out_dir, "metrics.jsonl")
-    if step and os.path.exists(path):  # resumed: what followed the checkpoint will be logged again
-        kept = [row for row in read_rows(cfg.out_dir) if row["iter"] < step]
-        with atomic(path) as tmp, open(tmp, "w") as f:
-            f.writelines(json.dumps(row) + "\n" for row in kept)
-    file = open(path, "a" if step else "w", buffering=1)  # by lines: each row is flushed
-    return lambda row: file.write(json.dumps(row) + "\n"), file.close
+    with writing(path):
+        if step and os.path.exists(path):  # what followed the checkpoint will be logged again
+            kept = [row for row in read_rows(cfg.out_dir)
+                    if row["iter"] < step and row.get("run", run_id) == run_id]
+            with atomic(path) as tmp, open(tmp, "w") as f:
+                f.writelines(json.dumps(row) + "\n" for row in kept)
+        file = open(path, "ab" if step else "wb", buffering=0)  # no line waits in a buffer
+
+    def write(row):
+        with writing(path):
+            file.write((json.dumps({"run": run_id, **row}) + "\n").encode())
+
+    return write, file.close
 
 
-def wandb(cfg, step):
+def wandb(cfg, run_id, step):
     run = optional("wandb", "wandb_log=True").init(
         project=cfg.wandb_project, name=cfg.wandb_run_name, dir=cfg.out_dir, config=asdict(cfg),
-        id=re.sub(r"\W", "-", f"{cfg.wandb_run_name}-{os.path.abspath(cfg.out_dir)}")[-64:],
-        resume="allow" if step else None)
+        id=run_id, resume="allow" if step else None)
     return lambda row: run.log(row, step=row["iter"]), run.finish
 
 
-def tensorboard(cfg, step):
+def tensorboard(cfg, run_id, step):
     optional("tensorboard", "tensorboard=True")
     from torch.utils.tensorboard import SummaryWriter
     writer = SummaryWriter(cfg.out_dir, purge_step=step or None)
@@ -89,15 +96,23 @@ def tensorboard(cfg, step):
 
 
 def read_rows(out_dir):
-    """The objects in metrics.jsonl, but for half a line that a killed run left at the end."""
-    path = os.path.join(out_dir, "metrics.jsonl")
+    """The objects in metrics.jsonl; lines that are damaged are left out, and counted on stderr."""
+    path, rows, bad = os.path.join(out_dir, "metrics.jsonl"), [], 0
     try:
-        with open(path) as f:
-            return [json.loads(line) for line in f if line.endswith("\n")]
+        with open(path, errors="replace") as f:
+            lines = f.read().splitlines(keepends=True)
     except OSError as e:
         raise SystemExit(f"{path}: {e.strerror}")
-    except ValueError as e:
-        raise SystemExit(f"{path}: {e}")
+    for line in lines:
+        try:
+            row = json.loads(line)
+            row["iter"] + 0
+            rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            bad += line.endswith("\n")  # a killed run leaves half a line at the end
+    if bad:
+        print(f"{path}: {bad} damaged lines left out", file=sys.stderr)
+    return rows
 
 
 def optional(module, wanted_by):

@@ -77,7 +77,10 @@ def pick_device(name, local_rank=None):
 
 def print0(world, *args):
     if world.rank == 0:
-        print(*args, flush=True)
+        try:
+            print(*args, flush=True)
+        except OSError:  # the terminal was closed: the run goes on, and saves when SIGHUP says so
+            sys.stdout = open(os.devnull, "w")
 
 
 def mean(x, world):
@@ -97,16 +100,33 @@ def agree(world, value):
     return box[0]
 
 
+def from_rank0(world, action):
+    """action() on rank 0; what it returns, or its SystemExit, on every rank (collective)."""
+    value = problem = None
+    if world.rank == 0:
+        try:
+            value = action()
+        except SystemExit as e:
+            problem = e.code
+    value, problem = agree(world, (value, problem))
+    if problem:
+        raise SystemExit(problem)
+    return value
+
+
 class StopSignal:
     """
-    SIGTERM and SIGINT end the run on all ranks after this step or the next; a second one ends this
-    rank immediately. The ranks agree by an all-reduce of one number beside each step.
+    SIGTERM, SIGINT and SIGHUP end the run on all ranks after this step or the next; a second one
+    ends this rank immediately. The ranks agree by an all-reduce of one number beside each step.
     """
+    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, world):
-        self.world = world
+        self.world, self.parent = world, os.getppid()
         self.number, self.at, self.work = 0, 0.0, None
-        self.before = {n: signal.signal(n, self.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        self.flag = torch.zeros(1)
+        self.before = {n: signal.signal(n, self.handle) for n in self.NUMBERS
+                       if signal.getsignal(n) != signal.SIG_IGN}  # nohup ignores SIGHUP
 
     def handle(self, number, frame):
         if not self.number:
@@ -116,20 +136,33 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def start(self):
+        orphan = "RANK" in os.environ and os.getppid() != self.parent  # torchrun was killed
+        self.flag[0] = 2 if orphan else bool(self.number)
         if self.world.size > 1:
-            self.flag = torch.tensor([float(self.number != 0)])
-            self.work = dist.all_reduce(self.flag, async_op=True)
+            self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
 
     def received(self):
-        """After the step that start() came before: True on every rank or on none."""
-        if self.work is None:
-            return self.number != 0
-        self.work.wait()
-        return self.flag.item() > 0
+        """
+        After what start() came before: True on every rank or on none. SystemExit if the launcher
+        is gone: a new run may have taken over, so this one must not write any more.
+        """
+        if self.work:
+            self.work.wait()
+            self.work = None
+        if self.flag == 2:
+            raise SystemExit("torchrun is gone; this run ends without saving")
+        return bool(self.flag)
 
     def restore(self):
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+def out_of_memory(e):
+    """What to say if that is what e is. PyTorch's CPU allocator has no class for it."""
+    if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
+        return (f"out of memory: {str(e).splitlines()[0]}; lower batch_size, block_size or the "
+                "model's sizes, or see what fits with python plan.py")
 
 
 def run(main, *args):
@@ -140,17 +173,17 @@ def run(main, *args):
     done ("terminate called without an active exception", exit code -6), and torchrun reports the
     job as failed. So a process with a group flushes its output and leaves through os._exit.
     """
-    code = 0
+    code, wait = 0, False
     try:
         main(*args)
     except SystemExit as e:
         code = e.code or 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+        wait = int(os.environ.get("LOCAL_RANK", 0)) > 0  # all saw the same: local rank 0 says it
+    except BaseException as e:
+        code = out_of_memory(e) or traceback.format_exc()
+        wait = dist.is_initialized() and isinstance(e, RuntimeError)  # or a peer left, and said why
     if isinstance(code, str):
-        # local rank 0 speaks first; torchrun ends the others while they wait, if all saw the same
-        if int(os.environ.get("LOCAL_RANK", 0)):
+        if wait:  # if another rank has failed, torchrun ends this one meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # StopSignal would only note it
             time.sleep(5)
         print(code, file=sys.stderr)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fsdp
 from checkpoint import load
-from configurator import config_class, resolve
+from configurator import load_config, resolve
 from data.loader import data_dir, read_meta, tokenizer
 from ranks import World, pick_device, run
 from train import meta_model, open_start, with_architecture
@@ -97,9 +97,10 @@ def arguments(argv):
         help="False: compute every token from the whole context, to compare")
     args = parser.parse_args(argv)
     counts = min(args.num_samples, args.max_new_tokens)
-    if counts < 1 or args.top_k < 0 or not 0 <= args.temperature < math.inf:
+    bad = counts < 1 or args.top_k < 0 or not 0 <= args.temperature < math.inf
+    if bad or not 0 <= args.seed < 2**63:
         parser.error("num_samples and max_new_tokens must be at least 1, temperature and top_k "
-                     "at least 0")
+                     "at least 0, seed from 0 to 2**63 - 1")
     return args
 
 
@@ -117,9 +118,10 @@ def read_prompt(start):
 
 def main(argv):
     args = arguments(argv)
-    world = World(device=pick_device(args.device))
-    cfg = config_class("gpt2")(strategy="single", compile=False, gradient_accumulation_steps=1,
-                               init_from=args.init_from, out_dir=args.out_dir, dtype=args.dtype)
+    keys = dict(init_from=args.init_from, out_dir=args.out_dir, device=args.device,
+                dtype=args.dtype, strategy="single", compile=False, gradient_accumulation_steps=1)
+    cfg = load_config([f"--{key}={value}" for key, value in keys.items()])
+    world = World(device=pick_device(cfg.device))
     source = open_start(cfg, world)
     if source is None:
         raise SystemExit(f"init_from={args.init_from}: no model to sample from; use resume, gpt2 "

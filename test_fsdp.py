@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -604,7 +605,8 @@ def case_evaluation(tmp, strategy):
         run = built(tmp, strategy=strategy, dropout=0.1)
         for step in range(3):
             if evaluate:
-                losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world))
+                losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world,
+                                             processes.StopSignal(run.world)))
             steps(run, first=step)
         weights.append(whole(run))
     without, with_ = weights
@@ -617,9 +619,11 @@ def test_evaluation_changes_nothing_and_agrees_between_modes(tmp, ranks, strateg
     r = values(ranks(2), f"eval-{strategy}")
     assert r[0]["changed"] == [] and r[0]["first"] == r[1]["first"]
     gpt = plain_gpt()
-    for split in ("train", "val"):
-        files = loader.TokenFiles(os.path.join(tmp, "toy"), split, 16, 67)
-        x, y = files.batch(loader.eval_order(len(files), 4))
+    # 4 windows of 16 tokens each, spread over the 337 and 37 that the two files have
+    for split, windows in dict(train=[0, 84, 168, 252], val=[0, 9, 18, 27]).items():
+        tokens = np.fromfile(os.path.join(tmp, "toy", f"{split}.bin"), np.uint16).astype(np.int64)
+        rows = torch.from_numpy(np.stack([tokens[16 * w:16 * w + 17] for w in windows]))
+        x, y = rows[:, :-1], rows[:, 1:]
         with torch.no_grad():
             assert r[0]["first"][split] == pytest.approx(gpt(x, y)[1].item(), rel=1e-6)
 

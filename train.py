@@ -25,7 +25,8 @@ from data.loader import Batches, data_dir, read_meta
 from metrics import Metrics, peak_flops, peak_memory
 from model import derive_seed
 from optimizer import learning_rate_at, make_optimizer
-from ranks import StopSignal, mean, print0, run, setup
+from outdir import claim
+from ranks import StopSignal, from_rank0, mean, print0, run, setup
 
 # ---------- build -------------------------------------------------------------
 
@@ -61,8 +62,8 @@ def open_start(cfg, world):
         return None
     if cfg.init_from not in OWN:
         from huggingface import open_pretrained  # here, so that a fork can delete the file
-        return checkpoint.open_source(partial(open_pretrained, cfg.init_from), world)
-    source = checkpoint.open_source(partial(checkpoint.find, cfg.out_dir), world)
+        return from_rank0(world, partial(open_pretrained, cfg.init_from))
+    source = checkpoint.find(cfg.out_dir, world)
     if source is None and cfg.init_from == "resume":
         raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
                          "or auto to resume only if there is one")
@@ -71,7 +72,7 @@ def open_start(cfg, world):
 
 def with_vocabulary(cfg, source=None):
     """cfg with vocab_size from the data's meta.json, else the checkpoint, else the config."""
-    vocab_size = source.header["model_args"]["vocab_size"] if source else cfg.vocab_size
+    vocab_size = source.header["model_args"].get("vocab_size") if source else cfg.vocab_size
     meta = read_meta(data_dir(cfg.dataset))
     return replace(cfg, vocab_size=meta.get("vocab_size", vocab_size))
 
@@ -82,7 +83,10 @@ def with_architecture(cfg, source):
     cls = config_class(name)
     sizes = {k: v for k, v in source.header["model_args"].items() if k != "dropout"}
     keys = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    return cls(**{**keys, **sizes, "model": name})
+    try:
+        return cls(**{**keys, **sizes, "model": name})
+    except (TypeError, ValueError) as e:  # a key of another model, sizes that do not fit together
+        raise SystemExit(f"{source.path}: {e}")
 
 
 # ---------- one step ----------------------------------------------------------
@@ -96,13 +100,14 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     micro-batch of step + 1). The first two are 0-d tensors: reading them waits for the device.
     """
     accumulation = cfg.gradient_accumulation_steps // world.size
-    torch.manual_seed(derive_seed(cfg.seed, step, world.rank))  # dropout
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
     total = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         last = micro == accumulation - 1
         fsdp.set_grad_sync(wrapped, cfg, last)
+        # dropout: by micro-batch, not by rank, so that the masks do not depend on the world size
+        torch.manual_seed(derive_seed(cfg.seed, step, micro * world.size + world.rank))
         with fsdp.autocast(cfg, world.device):
             loss = wrapped(*batch)[1]  # a name for the logits would keep them through backward
         loss = loss / accumulation  # FSDP and DDP average over ranks; this, over micro-batches
@@ -118,16 +123,19 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     return total, norm, batch
 
 
-def evaluate(wrapped, batches, cfg, world):
-    """{split: mean loss} over fixed windows (all ranks: every forward gathers)."""
+def evaluate(wrapped, batches, cfg, world, stop):
+    """{split: mean loss} over fixed windows, None after a stop signal (all ranks: it gathers)."""
     losses = {}
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
     with fsdp.inference(wrapped):
         for split in ("train", "val"):
             total = torch.zeros(2, device=world.device, dtype=dtype)  # of losses, of weights
             for x, y, weight in batches.fixed(split):
+                stop.start()
                 with fsdp.autocast(cfg, world.device):
                     loss = wrapped(x, y)[1]
+                if stop.received():
+                    return None
                 total += torch.stack((loss * weight, torch.full_like(loss, weight)))
             total = mean(total, world)
             losses[split] = (total[0] / total[1]).item()  # synchronization point
@@ -179,17 +187,20 @@ def train(cfg):
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
     if source and source.header["scaler"]:
         scaler.load_state_dict(source.header["scaler"])
-    checkpoint.on_rank0(world, lambda: os.makedirs(cfg.out_dir, exist_ok=True), cfg.out_dir)
-    sharded = cfg.checkpoint == "sharded"
-    saver = checkpoint.ShardedSaver(cfg.out_dir, cfg.keep_checkpoints, world) if sharded else None
-    metrics = Metrics(cfg, world, step)
+    run_id = lock = saver = None
+    if not cfg.eval_only:  # which leaves everything as it is
+        resumed = source if cfg.init_from in OWN else None
+        run_id, lock = claim(cfg, resumed, world)
+        if cfg.checkpoint == "sharded":
+            saver = checkpoint.ShardedSaver(cfg.out_dir, cfg.keep_checkpoints, world)
+    metrics = Metrics(cfg, world, run_id, step)
     tokens_per_step = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     for line in describe(cfg, model, batches, tokens_per_step, source, world):
         print0(world, line)
 
     def save(step, best_val_loss, name="ckpt.pt"):
         print0(world, f"saving checkpoint to {cfg.out_dir}")
-        header = checkpoint.make_header(model, optimizer, cfg, step, best_val_loss, scaler)
+        header = checkpoint.make_header(model, optimizer, cfg, run_id, step, best_val_loss, scaler)
         if saver:
             saver.save(model, optimizer, header)
         else:
@@ -205,9 +216,11 @@ def train(cfg):
     t_log, last_logged = t_start, step
     while True:
         # evaluation, checkpoint, and the end
-        if step % cfg.eval_interval == 0 or step >= cfg.max_iters or cfg.eval_only:
-            t0 = time.time()
-            losses = evaluate(wrapped, batches, cfg, world)
+        losses, t0 = None, time.time()
+        due = step % cfg.eval_interval == 0 or step >= cfg.max_iters or cfg.eval_only
+        if due and not stop.received():
+            losses = evaluate(wrapped, batches, cfg, world, stop)
+        if losses:
             val = losses["val"]
             print0(world, f"step {step}: train loss {losses['train']:.4f}, val loss {val:.4f}")
             require_finite(val, "validation loss", step, cfg)
@@ -219,6 +232,15 @@ def train(cfg):
             if wanted and step > first_step and not cfg.eval_only:
                 save(step, best_val_loss)
             t_log += time.time() - t0  # not part of the steps' time
+
+        # a scheduler's or the user's signal, in the step or in the evaluation
+        if stop.received():
+            if step > first_step:
+                ckpt_is_best = not cfg.always_save_checkpoint and not saver
+                save(step, best_val_loss, "last.pt" if ckpt_is_best else "ckpt.pt")
+            print0(world, f"stopped by a signal after step {step}; continue with the same command "
+                          "and --init_from=resume")
+            break
         if step >= cfg.max_iters or cfg.eval_only:
             break
 
@@ -251,19 +273,12 @@ def train(cfg):
                 mfu=mfu, loss_scale=scale, peak_memory=memory, wall_s=now - t_start))
         step += 1
 
-        # a scheduler's or the user's signal
-        if stop.received():
-            ckpt_is_best = not cfg.always_save_checkpoint and not saver
-            save(step, best_val_loss, "last.pt" if ckpt_is_best else "ckpt.pt")
-            print0(world, f"stopped by a signal after step {step}; continue with the same command "
-                          "and --init_from=resume")
-            break
-
     # --- leave ---
     if saver:
         saver.finish(wait=True)
     metrics.close()
     stop.restore()
+    del lock  # from here on the directory is free
     return lossf
 
 
@@ -281,6 +296,9 @@ def describe(cfg, model, batches, tokens_per_step, source, world):
     if source:
         step = source.header["iter_num"]
         yield f"starting from {source.path} at step {step}"
+        changed = checkpoint.changed(source, cfg)
+        if changed and cfg.init_from in OWN:
+            yield f"this run differs from that one: {changed}"
         if step >= cfg.max_iters:
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise --max_iters to continue"
 

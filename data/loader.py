@@ -33,6 +33,7 @@ class Batches:
         """SystemExit if the data is missing, damaged or does not fit cfg.vocab_size."""
         self.cfg, self.world, self.files = cfg, world, {}
         directory = data_dir(cfg.dataset)
+        np.empty((cfg.batch_size, cfg.block_size))  # too large? say it before an hour of counting
         for split in ("train", "val"):
             self.files[split] = TokenFiles(directory, split, cfg.block_size, cfg.vocab_size)
 
@@ -111,9 +112,11 @@ class TokenFiles:
 
 def open_tokens(path):
     """A memory map of the tokens in path, any of the formats. SystemExit if it is damaged."""
-    size = os.path.getsize(path)
+    try:
+        size, head = os.path.getsize(path), np.fromfile(path, dtype=np.int32, count=3)
+    except OSError as e:
+        raise SystemExit(f"{path}: {e.strerror}; it must be a file of tokens")
     dtype, offset, n = np.dtype(np.uint16), 0, size // 2
-    head = np.fromfile(path, dtype=np.int32, count=3)
     if len(head) == 3 and int(head[0]) in DTYPE_OF_MAGIC:
         dtype, offset, n = DTYPE_OF_MAGIC[int(head[0])], HEADER_BYTES, int(head[2])
     if size != offset + n * dtype.itemsize:
@@ -175,7 +178,11 @@ def read_meta(directory):
     try:
         if os.path.exists(path):
             with open(path, encoding="utf-8") as f:
-                return json.load(f)
+                meta = json.load(f)
+            vocab_size = meta.get("vocab_size", 1)
+            if type(vocab_size) is not int or vocab_size < 1:
+                raise ValueError(f"vocab_size is {vocab_size!r}")
+            return meta
         path = os.path.join(directory, "meta.pkl")  # nanoGPT's
         if not os.path.exists(path):
             return {}

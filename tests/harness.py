@@ -92,7 +92,7 @@ def finish(p, seconds=60):
 def wait_for(path, text, seconds=60):
     end = time.time() + seconds
     while time.time() < end:
-        if os.path.exists(path) and text in open(path).read():
+        if os.path.exists(path) and text in open(path, errors="replace").read():
             return
         time.sleep(0.05)
     pytest.fail(f"{text!r} never came in {path}")
@@ -128,6 +128,8 @@ class Ranks:
                 TORCHELASTIC_USE_AGENT_STORE=True,
                 TORCHELASTIC_RESTART_COUNT=int(restarts is not None))
         self.logs, self.ranks = tempfile.TemporaryDirectory(), []
+        for name in ("out", "err"):
+            open(os.path.join(self.logs.name, name), "w").close()
         for rank in range(world):
             own = {**env, "RANK": rank, "LOCAL_RANK": rank} if env else {}
             p = server.Process(target=forked, args=(own, self.logs.name, function, args),
@@ -143,18 +145,22 @@ class Ranks:
 
     def finish(self, timeout=120):
         """CompletedProcess; when a rank fails the others are ended too, as torchrun would."""
-        end, running = time.time() + timeout, self.ranks
+        end, running, code = time.time() + timeout, self.ranks, 0
         while running and time.time() < end and not any(p.exitcode for p in self.ranks):
             multiprocessing.connection.wait([p.sentinel for p in running], timeout=1)
             running = [p for p in running if p.exitcode is None]
         hung = time.time() >= end
+        if not hung and running:
+            code = max(abs(p.exitcode or 0) for p in self.ranks)
         for p in running:
-            p.join(0 if hung else 8)  # those that fail with rank 0 leave 5 s later
+            p.terminate()  # as torchrun does when a rank has failed
+        for p in running:
+            p.join(0 if hung else 8)
         self.kill()
         out, err = (open(os.path.join(self.logs.name, name)).read() for name in ("out", "err"))
         if hung:
             pytest.fail(f"hung for {timeout} s\n{out}\n{err}")
-        code = max(abs(p.exitcode) for p in self.ranks)
+        code = code or max(abs(p.exitcode) for p in self.ranks)
         return subprocess.CompletedProcess("", code, out, err)
 
 

@@ -6,17 +6,24 @@ Checkpoints: what one run writes another reads, at any world size and strategy, 
 """
 
 import os
+import pickle
+import random
 import re
+import shutil
+import zlib
 from concurrent.futures import Future
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import (
     HERE,
+    Ranks,
     arguments,
     assert_same_weights,
     launch,
     losses,
+    make_data,
     on_ranks,
     python,
     read_ckpt,
@@ -25,9 +32,12 @@ from harness import (
     trained,
     values,
 )
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import checkpoint
 import fsdp
+import outdir
+import sample
 import train
 from configurator import resolve
 from data.loader import Batches
@@ -51,9 +61,15 @@ def one_step(world, cfg, wrapped, model, optimizer):
     train.train_step(wrapped, optimizer, scaler, batches, batch, 0, cfg, world)
 
 
+def latest(out):
+    """The directory that out/latest names."""
+    path = os.path.join(out, "latest")
+    return os.path.join(out, open(path).read().strip()) if os.path.exists(path) else None
+
+
 def header_of(model, optimizer, cfg, iter_num):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return checkpoint.make_header(model, optimizer, cfg, iter_num, 2.5, scaler)
+    return checkpoint.make_header(model, optimizer, cfg, "a-run", iter_num, 2.5, scaler)
 
 
 def assert_equal(a, b, where="ckpt"):
@@ -201,7 +217,7 @@ def test_checkpoint_has_nanogpts_layout(tmp):
     launch(1, arguments(tmp, out, max_iters=2, bias=False))
     ckpt = read_ckpt(out)
     theirs = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
-    assert ckpt.keys() == theirs | {"param_names", "scaler"}
+    assert ckpt.keys() == theirs | {"param_names", "run", "scaler"}
     assert list(ckpt["model_args"])
     assert ckpt["iter_num"] == 2
     assert ckpt["config"]["n_layer"] == 3
@@ -230,7 +246,7 @@ def test_checkpoint_of_nanogpt_is_resumed(tmp):
     torch.save(theirs, os.path.join(out, "ckpt.pt"))
     launch(2, arguments(tmp, out, max_iters=6, bias=False, init_from="resume"))
     launch(1, arguments(tmp, whole, max_iters=6, bias=False))
-    assert losses(out) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(out) == pytest.approx(losses(whole)[3:], rel=1e-5)  # theirs logged elsewhere
 
 
 UNTIED = """
@@ -277,7 +293,7 @@ def case_both_kinds(tmp, out, freeze):
     saver = checkpoint.ShardedSaver(out, 2, world)
     saver.save(model, optimizer, header)
     saver.finish(wait=True)
-    return checkpoint.latest(out)
+    return latest(out)
 
 
 @pytest.mark.parametrize("freeze", ["", FREEZE])
@@ -313,16 +329,16 @@ def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch
         calls.append(("rename", source, target))
         replace(source, target)
 
-    monkeypatch.setattr(checkpoint, "sync", lambda path: calls.append(("sync", path)))
+    monkeypatch.setattr(outdir, "sync", lambda path: calls.append(("sync", path)))
     monkeypatch.setattr(os, "replace", recorded)
-    with checkpoint.atomic(path) as tmp:
+    with outdir.atomic(path) as tmp:
         open(tmp, "w").close()
         assert not os.path.exists(path)
     assert calls == [("sync", tmp), ("rename", tmp, path), ("sync", str(tmp_path))]
     synced = []
     monkeypatch.undo()
     monkeypatch.setattr(os, "fsync", synced.append)
-    checkpoint.sync(path)
+    outdir.sync(path)
     assert len(synced) == 1
 
 
@@ -333,25 +349,28 @@ def test_checkpoint_latest_moves_when_all_is_written_and_old_ones_go(tmp, tmp_pa
 
     def async_save(tensors, checkpoint_id, process_group):
         pending.append(Future())
+        os.makedirs(checkpoint_id)
+        open(os.path.join(checkpoint_id, ".metadata"), "w").close()
         return pending[-1]
 
     saver.group = "a process group"
     monkeypatch.setattr(checkpoint.dcp, "async_save", async_save)
     for step in (1, 2, 3):
-        before = checkpoint.latest(str(tmp_path))
+        before = latest(str(tmp_path))
         saver.save(model, optimizer, header_of(model, optimizer, cfg, step))
         saver.finish()
-        assert checkpoint.latest(str(tmp_path)) == before  # half-written
+        assert latest(str(tmp_path)) == before  # half-written
         pending[-1].set_result(None)
         saver.finish()
-        assert checkpoint.latest(str(tmp_path)) == str(tmp_path / f"step-{step:09d}")
+        assert latest(str(tmp_path)) == str(tmp_path / f"step-{step:09d}")
     names = ["latest", "step-000000002", "step-000000003"]
     assert sorted(os.listdir(tmp_path)) == names
+    assert sorted(os.listdir(tmp_path / names[-1])) == [".metadata", "header.pt"]
     saver.save(model, optimizer, header_of(model, optimizer, cfg, 4))
     pending[-1].set_exception(OSError("disk full"))
     with pytest.raises(SystemExit, match="disk full; the previous checkpoint is untouched"):
         saver.finish()
-    assert checkpoint.latest(str(tmp_path)) == str(tmp_path / "step-000000003")
+    assert latest(str(tmp_path)) == str(tmp_path / "step-000000003")
     assert {"step-000000002", "step-000000003"} <= set(os.listdir(tmp_path))
 
 
@@ -419,6 +438,248 @@ def test_checkpoint_damage_is_a_clear_line_or_the_older_one(tmp):
     p = trained(1, arguments(tmp, os.path.join(tmp, "nothing"), init_from="resume"))
     assert p.returncode == 1
     assert "no checkpoint in out_dir" in p.stderr and "Traceback" not in p.stderr
+
+
+# -----------------------------------------------------------------------------
+# one run a directory
+
+
+def snapshot(out):
+    """{path: bytes} of everything below out."""
+    found = {}
+    for directory, _, names in os.walk(out):
+        for name in names:
+            path = os.path.join(directory, name)
+            found[path] = open(path, "rb").read()
+    return found
+
+
+@pytest.mark.parametrize("first, second", [("sharded", "full"), ("full", "sharded"),
+                                           ("sharded", "sharded")])
+def test_run_a_new_one_moves_the_old_aside(tmp, first, second):
+    """A: 6 steps. B: from scratch, 2 steps. auto goes on with B, and A is whole where it went."""
+    out = os.path.join(tmp, f"reused-{first}-{second}")
+    launch(1, arguments(tmp, out, max_iters=6, checkpoint=first))
+    old = snapshot(out)
+    if first == "full":  # as after a signal with always_save_checkpoint=False
+        old[os.path.join(out, "last.pt")] = old[os.path.join(out, "ckpt.pt")]
+        with open(os.path.join(out, "last.pt"), "wb") as f:
+            f.write(old[os.path.join(out, "last.pt")])
+    p = launch(1, arguments(tmp, out, max_iters=2, checkpoint=second))
+    [aside] = [name for name in os.listdir(out) if name.startswith("before-")]
+    assert f"{out} has an earlier run; moved it to {out}/{aside}\n" in p.stdout
+    moved = {path.replace(aside + os.sep, ""): data
+             for path, data in snapshot(os.path.join(out, aside)).items()}
+    assert moved == {path: data for path, data in old.items() if not path.endswith("lock")}
+    p = launch(1, arguments(tmp, out, max_iters=4, checkpoint=second, init_from="auto"))
+    assert "at step 2" in p.stdout and len(losses(out)) == 4
+    p = launch(1, arguments(tmp, os.path.join(out, aside), max_iters=7, init_from="resume"))
+    assert "at step 6" in p.stdout
+
+
+def test_run_has_an_id_in_all_that_it_writes(tmp):
+    out = os.path.join(tmp, "ids")
+    launch(1, arguments(tmp, out, max_iters=2))
+    first = read_ckpt(out)["run"]
+    launch(2, arguments(tmp, out, max_iters=4, init_from="resume", checkpoint="sharded"))
+    assert checkpoint.find(out).header["run"] == first
+    assert {row["run"] for row in read_metrics(out)} == {first}
+    launch(1, arguments(tmp, out, max_iters=2))
+    assert read_ckpt(out)["run"] != first
+    assert {row["run"] for row in read_metrics(out)} == {read_ckpt(out)["run"]}
+
+
+@pytest.mark.parametrize("init_from", ["scratch", "resume"])
+def test_run_that_only_evaluates_touches_nothing(tmp, init_from):
+    out = os.path.join(tmp, f"evaluates-{init_from}")
+    launch(1, arguments(tmp, out, max_iters=2))
+    before = snapshot(out)
+    p = launch(1, arguments(tmp, out, init_from=init_from, eval_only=True, tensorboard=True))
+    assert "step 0: " in p.stdout or "step 2: " in p.stdout
+    assert snapshot(out) == before
+    launch(1, arguments(tmp, out + "-nowhere", eval_only=True))
+    assert not os.path.exists(out + "-nowhere")
+
+
+def test_run_resumed_otherwise_says_what_differs(tmp):
+    out = os.path.join(tmp, "otherwise")
+    launch(1, arguments(tmp, out, max_iters=2))
+    run = dict(init_from="resume", log_interval=2, eval_interval=3, max_iters=3)
+    p = launch(1, arguments(tmp, out, **run))
+    assert "differs" not in p.stdout
+    run.update(max_iters=4, seed=7, batch_size=3, beta2=0.9)
+    p = launch(1, arguments(tmp, out, **run))
+    line = "this run differs from that one: batch_size=3 (was 2), seed=7 (was 1337), " \
+           "beta2=0.9 (was 0.95)\n"
+    assert line in p.stdout
+
+
+def test_run_resumed_with_another_vocabulary_names_a_remedy_that_works(tmp):
+    out, other = os.path.join(tmp, "vocabulary"), os.path.join(tmp, "toy-of-50")
+    launch(1, arguments(tmp, out, max_iters=1))
+    make_data(other, vocab=50)
+    p = trained(1, arguments(tmp, out, init_from="resume", dataset=other))
+    assert p.returncode == 1 and p.stderr.count("\n") == 1
+    assert p.stderr.startswith(f"vocab_size=50 in this run, but {out}/ckpt.pt has vocab_size=67; "
+                               "use the data set that it was trained on")
+
+
+def test_run_resumed_drops_damaged_lines_of_its_metrics(tmp):
+    out = os.path.join(tmp, "bad-lines")
+    launch(1, arguments(tmp, out, max_iters=2))
+    path = os.path.join(out, "metrics.jsonl")
+    lines = open(path, "rb").read().splitlines(keepends=True)
+    # of two runs at once, of a bad disk, and the half line of a kill
+    bad = [b'{"iter": 1, "lo{"iter": 1}\n', b"\xff\x00\n", b"3\n", b'{"loss": 1}\n', b'{"it']
+    with open(path, "wb") as f:
+        f.writelines([lines[0], *bad[:4], *lines[1:], bad[4]])
+    p = launch(1, arguments(tmp, out, max_iters=3, init_from="resume"))
+    assert p.stderr == f"{path}: 4 damaged lines left out\n"
+    assert [row["iter"] for row in read_metrics(out) if "loss" in row] == [0, 1, 2]
+
+
+# -----------------------------------------------------------------------------
+# damage
+
+
+@pytest.fixture(scope="module")
+def sound(tmp):
+    """{kind: (out_dir with checkpoints of steps 2 and 4, {key: tensor} of step 4)}."""
+    out = {}
+    for kind in ("full", "sharded"):
+        directory = os.path.join(tmp, f"sound-{kind}")
+        launch(2, arguments(tmp, directory, max_iters=4, eval_interval=2, checkpoint=kind))
+        source = checkpoint.find(directory)
+        out[kind] = directory, {key: source.get(key) for key in source.header["shapes"]}
+    return out
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_damage_never_loads(sound, tmp_path, kind, capsys):
+    """
+    80 times a bit or a block anywhere in the newest checkpoint: it is refused, or every tensor is
+    as it was (a zip has bytes that mean nothing).
+    """
+    out, expected = sound[kind]
+    files = [os.path.join(out, "ckpt.pt")]
+    if kind == "sharded":
+        newest = os.path.join(out, "step-000000004")
+        files = [os.path.join(newest, name) for name in os.listdir(newest)]
+        assert sorted(map(os.path.basename, files)) == [
+            ".metadata", "__0_0.distcp", "__1_0.distcp", "header.pt"]
+    rng, refused = random.Random(4), 0
+    for i in range(80):
+        path = files[i % len(files)]
+        good = open(path, "rb").read()
+        data, at = bytearray(good), rng.randrange(len(good))
+        if i // 4 % 2:
+            data[at:at + 512] = bytes(len(data[at:at + 512]))
+        else:
+            data[at] ^= 1 << rng.randrange(8)
+        with open(path, "wb") as f:
+            f.write(data)
+        try:
+            source = checkpoint.find(out)
+            step = source.header["iter_num"]
+        except SystemExit as e:
+            assert kind == "full" and "\n" not in e.code, e.code
+            step = None
+        if step == 4:
+            assert all(torch.equal(source.get(key), t) for key, t in expected.items()), (path, at)
+        else:
+            assert step == (2 if kind == "sharded" else None)
+            refused += 1
+        with open(path, "wb") as f:
+            f.write(good)
+    assert refused > 50
+    assert checkpoint.find(out).header["iter_num"] == 4
+
+
+@pytest.mark.parametrize("what", ["truncated", "missing", "both"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_damage_of_a_sharded_one_falls_back_to_the_older(sound, tmp, tmp_path, world, what):
+    out = tmp_path / "out"
+    shutil.copytree(sound["sharded"][0], out)
+    files = [out / "step-000000004" / "__1_0.distcp"]
+    if what == "both":
+        files.append(out / "step-000000002" / "__0_0.distcp")
+    for path in files:
+        if what == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-100])
+    p = trained(world, arguments(tmp, out, init_from="auto", max_iters=6, checkpoint="sharded"))
+    step = out / "step-000000004"
+    if what == "both":
+        assert p.returncode == 1
+        line = f"{step}: damaged, its checksums do not match; remove it, or pass another out_dir\n"
+        assert p.stderr == line
+    else:
+        assert p.returncode == 0 and "at step 2" in p.stdout, p.stderr
+        assert p.stderr.startswith(f"skipping {step}: damaged, ") and p.stderr.count("\n") == 1
+
+
+# -----------------------------------------------------------------------------
+# nothing runs
+
+
+class RunsCode:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def attack_directly(metadata, trap):
+    metadata.planner_data = RunsCode(trap)
+
+
+def attack_by_bytes(metadata, trap):
+    """PyTorch would load this entry with pickle: it claims to be no tensor."""
+    key = next(iter(metadata.state_dict_metadata))
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+
+
+def attack_by_attribute(metadata, trap):
+    """A dotted name walks from an admitted class to another object."""
+    metadata.planner_data = Metadata.__init__
+
+
+@pytest.mark.parametrize("attack", [attack_directly, attack_by_bytes, attack_by_attribute])
+def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack):
+    """Through every door: resume, sample, the command; and where PyTorch itself reads it."""
+    out, trap = tmp_path / "out", tmp_path / "ran"
+    step = out / "step-000000004"
+    shutil.copytree(sound["sharded"][0], out)
+    shutil.rmtree(out / "step-000000002")
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    attack(metadata, str(trap))
+    crafted = pickle.dumps(metadata)
+    (step / ".metadata").write_bytes(crafted)
+    header = torch.load(step / "header.pt", weights_only=True)
+    header["metadata_crc32"] = zlib.crc32(crafted)  # an attacker would do so too
+    torch.save(header, step / "header.pt")
+    resume = arguments(tmp, out, init_from="resume", max_iters=6)
+    for script, argv in [(train, resume), (sample, [f"--out_dir={out}"]),
+                         (checkpoint, ["full", str(out)])]:
+        p = Ranks(1, script.main, argv).finish()
+        assert p.returncode == 1 and "it wants to run" in p.stderr, p.stderr
+        assert p.stderr.count("\n") == 1
+    reader = checkpoint.MetadataReader(str(step))
+    with pytest.raises(BaseException, match="it wants to run"):
+        dcp.load({"model.x": torch.zeros(1)}, storage_reader=reader, no_dist=True)
+    assert not trap.exists()
+
+
+def test_security_pytorch_alone_would_have_run_it(tmp_path):
+    """The trap is a real one."""
+    dcp.save({"x": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    attack_directly(metadata, str(tmp_path / "ran"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    dcp.FileSystemReader(tmp_path).read_metadata()
+    assert (tmp_path / "ran").exists()
 
 
 # -----------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def shortened(command):
 def test_readme_commands_run(tmp_path):
     """In a copy of the project, in order: README.md, then the pages of docs/."""
     copy = tmp_path / "copy"
-    left_out = (".git", ".venv", "out*", "*.bin", "__pycache__", ".pytest_cache", ".ruff_cache")
+    left_out = (".git", ".venv", "out", "out-*", "*.bin", "__pycache__", ".*_cache")
     shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(*left_out))
     path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
     first, second, *_ = sh_commands("README.md")
@@ -209,7 +209,7 @@ IMPORTS = {name: imported(nodes(path, (ast.Import, ast.ImportFrom)))
            for name, path in PRODUCT.items()}
 LAYERS = [
     {"model", "llama", "configurator", "ranks"} | {name for name in PRODUCT if "." in name},
-    {"fsdp"},
+    {"fsdp", "outdir"},
     {"checkpoint", "optimizer", "metrics", "huggingface"},
     {"train"},
     {"rehearse", "bench", "sample"},

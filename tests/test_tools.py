@@ -142,9 +142,13 @@ def test_tools_bench_plot(tmp_path, monkeypatch, capsys):
     assert val[1:] == ([0], [4.0])
     assert speed[2] == [1000.0] * 20  # one disturbed step leaves no mark
     assert memory[2] == [256.0] * 20
+    with open("a/metrics.jsonl", "a") as f:
+        f.write("not json\n")
+    bench.main(["--plot", "a"])
+    assert capsys.readouterr().err == "a/metrics.jsonl: 1 damaged lines left out\n"
     with open("a/metrics.jsonl", "w") as f:
         f.write("not json\n")
-    with pytest.raises(SystemExit, match="a/metrics.jsonl: Expecting value"):
+    with pytest.raises(SystemExit, match="a/metrics.jsonl: nothing to draw"):
         bench.main(["--plot", "a"])
 
 
@@ -247,7 +251,7 @@ def test_tools_tensorboard(tmp):
 
 
 def test_tools_wandb(tmp, tmp_path, monkeypatch):
-    """One id a run and directory; a resumed run goes on in it."""
+    """wandb's run has our run's id; a resumed run goes on in it."""
     calls, logged = [], []
 
     def init(**kwargs):
@@ -258,32 +262,32 @@ def test_tools_wandb(tmp, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     cfg = tiny(tmp, out_dir=str(tmp_path), wandb_log=True, wandb_project="p", wandb_run_name="r")
     for step in (0, 1):
-        log = metrics.Metrics(cfg, World(), step)
+        log = metrics.Metrics(cfg, World(), "the-id", step)
         log.write(dict(iter=step, loss=2.5))
         log.close()
     assert logged == [(0, dict(iter=0, loss=2.5)), "finished",
                       (1, dict(iter=1, loss=2.5)), "finished"]
     first, second = calls
     assert first["project"] == "p" and first["name"] == "r" and first["config"]["n_layer"] == 3
-    assert first["id"] == second["id"] and re.fullmatch(r"[\w-]{1,64}", first["id"])
+    assert first["id"] == second["id"] == "the-id"
     assert first["resume"] is None and second["resume"] == "allow"
-    metrics.Metrics(cfg, World(rank=1, size=2), 0).write(dict(iter=0, loss=2.5))
+    metrics.Metrics(cfg, World(rank=1, size=2), "the-id", 0).write(dict(iter=0, loss=2.5))
     assert len(calls) == 2 and len(read_metrics(tmp_path)) == 2  # other ranks log nothing
 
 
 def test_tools_metrics_of_a_resumed_run_have_no_step_twice(tmp, tmp_path):
     """Rows from the checkpoint's step on are dropped, as is half a line; a new run starts anew."""
     cfg = tiny(tmp, out_dir=str(tmp_path))
-    log = metrics.Metrics(cfg, World(), 0)
+    log = metrics.Metrics(cfg, World(), "the-id", 0)
     for step in range(4):
         log.write(dict(iter=step, loss=1.0))
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"iter": 4, "lo')
-    log = metrics.Metrics(cfg, World(), 2)
+    log = metrics.Metrics(cfg, World(), "the-id", 2)
     log.write(dict(iter=2, loss=2.0))
     assert [r["iter"] for r in read_metrics(tmp_path)] == [0, 1, 2]
     assert [r["loss"] for r in read_metrics(tmp_path)] == [1.0, 1.0, 2.0]
-    metrics.Metrics(cfg, World(), 0).write(dict(iter=0, loss=3.0))
+    metrics.Metrics(cfg, World(), "another", 0).write(dict(iter=0, loss=3.0))
     assert [r["loss"] for r in read_metrics(tmp_path)] == [3.0]
 
 
