@@ -47,7 +47,7 @@ class Config:
     # --- files
     out_dir: str = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
-    #   gpt2[-medium|-large|-xl], or a directory in Hugging Face format
+    #   or in Hugging Face format: gpt2[-medium|-large|-xl], another hub name, a directory
     checkpoint: Literal["full", "sharded"] = "full"  # full: one portable ckpt.pt.
     #   sharded: a directory, written in the background, for models too large for one host
     keep_checkpoints: Positive = 2  # how many sharded ones to keep

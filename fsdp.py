@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as recompute  # PyTorch's; ours writes files
 
@@ -30,10 +30,8 @@ from configurator import DTYPES, SHARDED
 
 
 def parallelize(model, cfg, world):
-    """
-    Apply cfg.strategy to `model`, which is on the meta device; allocate parameters, no values yet.
-    Returns the module to call: `model` itself, or DDP around it. All ranks.
-    """
+    """Apply cfg.strategy to `model`, which is on the meta device; allocate parameters, no values
+    yet. Returns the module to call: `model` itself, or DDP around it. All ranks."""
     buffers = [name for name, _ in model.named_buffers()]
     if buffers:
         raise SystemExit(f"the model has a buffer, {buffers[0]}: nobody would shard or fill it; "
@@ -109,11 +107,9 @@ ROOT = ""  # the root unit's name, as in named_modules
 
 
 def find_units(model, min_params=0):
-    """
-    [(name, module)] of FSDP's units without the root, inner before outer. One per block; or with
+    """[(name, module)] of FSDP's units without the root, inner before outer. One per block; or with
     min_params=N, bottom-up, any module with at least N parameters that no unit has yet (FSDP1's
-    size-based policy). Tied parameters stay in the root: PyTorch refuses them in two units.
-    """
+    size-based policy). Tied parameters stay in the root: PyTorch refuses them in two units."""
     if not min_params:
         blocks = set(model.blocks)
         return [(name, module) for name, module in model.named_modules() if module in blocks]
@@ -197,13 +193,14 @@ def freeze(model, pattern):
 
 
 def checkpoint_activations(block, cfg, device):
-    """
-    Replace block.forward by one that keeps fewer activations on the device until backward: full,
+    """Replace block.forward by one that keeps fewer activations on the device until backward: full,
     only the block's input; selective, the outputs of matrix products and attention too. With
-    activation_offload they wait in host memory. (Wrapping the module would change its names.)
-    """
+    activation_offload they wait in host memory. (Wrapping the module would change its names.)"""
     options = dict(use_reentrant=False)
     if cfg.activation_checkpointing == "selective":
+        marks = torch.ops.profiler  # a unit inside the block makes one more when it runs again
+        recompute.SAC_IGNORED_OPS.update((marks._record_function_enter_new.default,
+                                          marks._record_function_exit._RecordFunction))
         contexts = partial(recompute.create_selective_checkpoint_contexts, keep_products)
         options["context_fn"] = contexts
     if cfg.activation_checkpointing != "none":
@@ -248,11 +245,9 @@ def autocast(cfg, device):
 
 
 def set_grad_sync(model, cfg, last):
-    """
-    Before each micro-batch's forward. grad_sync=every: reduce after each, so that a rank holds only
-    its share of the gradients. last: add up locally and reduce once, which is less traffic but a
-    whole gradient in memory; with shard_grad_op parameters stay gathered too (ZeRO-1's traffic).
-    """
+    """Before each micro-batch's forward. grad_sync=every: reduce after each, so that a rank holds
+    only its share of the gradients. last: add up locally and reduce once, less traffic but a whole
+    gradient in memory; shard_grad_op then keeps parameters gathered too (ZeRO-1's traffic)."""
     sync = last or cfg.grad_sync == "every"
     if cfg.strategy == "ddp":
         model.require_backward_grad_sync = sync  # what DDP's no_sync() sets
@@ -265,10 +260,8 @@ def set_grad_sync(model, cfg, last):
 
 
 def clip_grad_norm(model, max_norm, world):
-    """
-    Scale the gradients to a global 2-norm of at most max_norm (0: leave them). Returns the norm
-    before that, a 0-d tensor on world.device (collective).
-    """
+    """Scale the gradients to a global 2-norm of at most max_norm (0: leave them). Returns the norm
+    before that, a 0-d tensor on world.device (collective)."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     # local shards, at most ceil(rows / ranks) rows each: torch.nn.utils.clip_grad_norm_ takes
     # DTensors, but not some on the GPU and some in host memory
@@ -316,19 +309,22 @@ def gather_full(t, world):
 
 
 def write_full(t, full):
-    """Set t from its whole value; a sharded t takes its rows. No communication."""
+    """Set t from its whole value; a sharded t takes its rows. No communication, no copy."""
     t = t.detach()
     if isinstance(t, DTensor):
-        # src_data_rank=None: every rank has `full` already and takes its rows
-        full = distribute_tensor(full.to(t.dtype), t.device_mesh, t.placements, src_data_rank=None)
-        t, full = t.to_local(), full.to_local()
+        mesh, rows = t.device_mesh, len(t)
+        t = t.to_local()
+        # as FSDP2 cuts: ceil(rows / ranks) each, the last ranks have fewer or none
+        start = mesh.get_local_rank("shard") * -(-rows // mesh.size(-1))
+        full = full[start:start + len(t)]
     t.copy_(full)
 
 
 def scatter_full(t, full, world):
     """Rank 0's whole value `full` into t on every rank (collective)."""
     if world.size > 1:
-        full = full if world.rank == 0 else torch.empty(t.shape, dtype=t.dtype)
+        if world.rank > 0:
+            full = torch.empty(t.shape, dtype=t.dtype, device=world.device)
         full = full.to(world.device, t.dtype).contiguous()
         dist.broadcast(full, src=0)
     write_full(t, full)

@@ -1,24 +1,57 @@
 """
-GPT-2 in Hugging Face's format, in and out.
+GPT-2, Llama (Llama 1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in and out.
 
-    python train.py config/finetune_shakespeare.py --init_from=gpt2     # from the hub
-    python train.py ... --init_from=DIR                                 # config.json, *.safetensors
-    python huggingface.py out-x DIR     # the newest checkpoint of out-x, for transformers
-
-Tensors are read from the files one at a time.
+    python train.py config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M   # the hub's
+    python train.py ... --init_from=DIR    # config.json; model.safetensors, or shards and an index
+    python huggingface.py out-x DIR --dtype=bfloat16     # out-x's newest checkpoint, for
+                                                         # transformers; float32 without --dtype
+Tensors are read and written one at a time. What a config.json asks for and our models do not
+compute is refused.
 """
 
-import glob
 import json
+import math
 import os
+import shutil
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import asdict
+from functools import partial
 
 import torch
 
-from checkpoint import Source, atomic, first_line, open_newest
+from checkpoint import Source, open_newest
+from configurator import DTYPES, model_file
+from data.loader import data_dir, read_meta
+from data.tokenizer import TOKENIZER, local_copy
 from metrics import optional
+from outdir import atomic, first_line
 from ranks import run
 
+# ---------- a row for each architecture ---------------------------------------
+
+GPT2 = dict(  # {our key: theirs}
+    n_layer="n_layer", n_head="n_head", n_embd="n_embd", vocab_size="vocab_size",
+    block_size="n_positions")
+LLAMA = dict(
+    n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
+    n_embd="hidden_size", n_inner="intermediate_size", head_dim="head_dim", norm_eps="rms_norm_eps",
+    rope_theta="rope_theta", tie_embeddings="tie_word_embeddings", vocab_size="vocab_size",
+    block_size="max_position_embeddings")
+# what our models compute: {their key: values that mean it}; the first is what an absent key means
+GPT2_IS = dict(
+    activation_function=["gelu_new", "gelu_pytorch_tanh"], layer_norm_epsilon=[1e-5],
+    scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], n_inner=[None],
+    add_cross_attention=[False], tie_word_embeddings=[True], quantization_config=[None])
+LLAMA_IS = dict(hidden_act=["silu"], attention_bias=[False], mlp_bias=[False],
+                use_sliding_window=[False], quantization_config=[None])
+ARCHITECTURES = {  # {their model_type: (their class, our model, keys, what it is)}
+    "gpt2": ("GPT2LMHeadModel", "gpt2", GPT2, GPT2_IS),
+    "llama": ("LlamaForCausalLM", "llama", LLAMA, LLAMA_IS),
+    "qwen3": ("Qwen3ForCausalLM", "llama", LLAMA, LLAMA_IS)}
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192)  # beside a factor
+CODES = {"float32": "F32", "bfloat16": "BF16"}  # types that we write
 # GPT-2's own code multiplies x @ W, nn.Linear x @ W.T: these four matrices are stored transposed
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -26,86 +59,139 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 def open_pretrained(name):
     """A Source from a local directory, or from the hub ('gpt2', 'org/model'); or a SystemExit."""
     safe_open = optional("safetensors", f"init_from={name}").safe_open
-    path = name
-    if not os.path.isdir(name):
-        try:
-            from huggingface_hub import snapshot_download
-            path = snapshot_download(name if "/" in name else f"openai-community/{name}",
-                                     allow_patterns=["config.json", "*.safetensors*"])
-        except Exception as e:
-            raise SystemExit(f"init_from={name}: neither a directory here nor on the Hugging Face "
-                             f"hub ({type(e).__name__}); without a network pass a local directory")
+    hub = name if "/" in name else f"openai-community/{name}"
+    path = local_copy("init_from", name, hub, "config.json", "model*.safetensors*", TOKENIZER)
+    where, shapes = {}, {}  # of our keys: (file, their key, stored transposed?); shape
     try:
-        with open(os.path.join(path, "config.json")) as f:
-            theirs = json.load(f)
-        files = {}
-        for file in sorted(glob.glob(os.path.join(path, "*.safetensors"))):
-            files.update(dict.fromkeys(safe_open(file, "pt").keys(), file))
-        args = dict(n_layer=theirs["n_layer"], n_head=theirs["n_head"], n_embd=theirs["n_embd"],
-                    vocab_size=theirs["vocab_size"], block_size=theirs["n_positions"], bias=True,
-                    dropout=0.0)
-        # the hub's gpt2 has no prefix; save_pretrained writes "transformer."
-        prefix = "" if "wte.weight" in files else "transformer."
-        shapes = {}
-        for key, file in files.items():
-            shape = tuple(safe_open(file, "pt").get_slice(key).get_shape())
-            ours = "model.transformer." + key.removeprefix(prefix)
-            shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
+        model, args = understand(read_json(path, "config.json"))
+        args = asdict(model_file(model).ModelConfig(**args))
+        files, index = ["model.safetensors"], "model.safetensors.index.json"
+        if os.path.exists(os.path.join(path, index)):
+            files = sorted(set(read_json(path, index)["weight_map"].values()))
+        for file in (os.path.join(path, file) for file in files):
+            with safe_open(file, "pt") as opened:
+                for key in opened.keys():
+                    ours = "model." + key
+                    if model == "gpt2":  # the hub's gpt2 has no prefix; save_pretrained writes it
+                        ours = "model.transformer." + key.removeprefix("transformer.")
+                    flip = -1 if model == "gpt2" and key.endswith(TRANSPOSED) else 1
+                    shapes[ours] = tuple(opened.get_slice(key).get_shape())[::flip]
+                    where[ours] = file, key, flip < 0
     except Exception as e:
-        raise SystemExit(f"{path}: not a GPT-2 in Hugging Face format, config.json and "
-                         f"*.safetensors ({type(e).__name__}: {first_line(e)})")
+        raise SystemExit(f"{path}: not a model in Hugging Face format, config.json and "
+                         f"*.safetensors, that we compute ({type(e).__name__}: {first_line(e)})")
 
-    def get(key):
-        theirs = prefix + key.removeprefix("model.transformer.")
-        tensor = safe_open(files[theirs], "pt").get_tensor(theirs).float()
-        return tensor.t() if theirs.endswith(TRANSPOSED) else tensor
+    def get(key):  # a view of the mapped file, in its type
+        file, theirs, transposed = where[key]
+        tensor = safe_open(file, "pt").get_tensor(theirs)
+        return tensor.t() if transposed else tensor
 
-    header = dict(iter_num=0, best_val_loss=1e9, model_args=args, config={"model": "gpt2"},
+    header = dict(iter_num=0, best_val_loss=1e9, model_args=args, config={"model": model},
                   shapes=shapes, scaler=None)
     return Source(path, header, get)
 
 
-def export(source, path):
-    """A directory that transformers.GPT2LMHeadModel.from_pretrained opens with equal logits."""
-    optional("safetensors", "writing safetensors files")
-    from safetensors.torch import save_file
-    args, model = source.header["model_args"], source.header["config"].get("model", "gpt2")
-    if model != "gpt2":
-        raise SystemExit(f"{source.path} holds model={model}; only gpt2 has this format")
-    tensors = {}
+def read_json(*path):
+    with open(os.path.join(*path), encoding="utf-8") as f:
+        return json.load(f)
+
+
+def understand(theirs):
+    """(our model, values of its config) of a config.json; ValueError for what we do not compute."""
+    kind = theirs.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"model_type={kind!r} is none of {', '.join(ARCHITECTURES)}")
+    _, model, keys, is_ = ARCHITECTURES[kind]
+    args = {ours: theirs[key] for ours, key in keys.items() if theirs.get(key) is not None}
+    if kind == "gpt2":
+        args["bias"] = True
+        if theirs.get("n_inner") == 4 * args["n_embd"]:
+            theirs = dict(theirs, n_inner=None)
+    else:
+        # rope_parameters is transformers 5's name; before, rope_theta stood beside rope_scaling
+        rope = {"rope_type": "default", **(theirs.get("rope_scaling") or {}),
+                **(theirs.get("rope_parameters") or {})}
+        llama3 = rope.items() >= LLAMA3.items()
+        if not llama3 and (rope["rope_type"], rope.get("type", "default")) != ("default",) * 2:
+            raise ValueError(f"rotary positions {rope}, and llama computes Llama 3's scaling only")
+        usual = args["n_embd"] // args["n_head"]
+        args.update(n_kv_head=args.get("n_kv_head", args["n_head"]), qk_norm=kind == "qwen3",
+                    head_dim=0 if args.get("head_dim", usual) == usual else args["head_dim"],
+                    rope_theta=rope.get("rope_theta", args.get("rope_theta", 1e4)),
+                    rope_factor=rope["factor"] if llama3 else 1.0,
+                    tie_embeddings=args.get("tie_embeddings", False))
+    for key, values in is_.items():
+        if theirs.get(key, values[0]) not in values:
+            raise ValueError(f"{key}={theirs[key]!r}, and {model} computes {values[0]!r} only")
+    return model, args
+
+
+def export(source, path, dtype="float32"):
+    """A directory that transformers opens, with equal logits; with the data's tokenizer.json."""
+    args, config = source.header["model_args"], source.header["config"]
+    model = config.get("model", "gpt2")
+    kind = "qwen3" if args.get("qk_norm") else model
+    if kind not in ARCHITECTURES:
+        raise SystemExit(f"{source.path} holds model={model}, which has no Hugging Face format")
+    name, _, keys, is_ = ARCHITECTURES[kind]
+    theirs = {key: values[0] for key, values in is_.items() if values[0] is not None}
+    theirs.update({key: args[ours] for ours, key in keys.items()}, model_type=kind,
+                  architectures=[name], dtype=dtype, bos_token_id=None, eos_token_id=None)
+    if model == "gpt2":
+        theirs.update(dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args["dropout"]))
+    else:
+        theirs["head_dim"] = args["head_dim"] or args["n_embd"] // args["n_head"]
+        if args["rope_factor"] > 1:
+            theirs["rope_scaling"] = dict(LLAMA3, factor=args["rope_factor"])
+    tensors = {}  # {their name: (shape, function that gives it)}
     for key, shape in source.header["shapes"].items():
-        kind, _, name = key.partition(".")
-        if kind != "model" or name == "lm_head.weight":  # tied: transformers ties it again
-            continue
-        tensor = source.get(key).float()
-        tensors[name] = (tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous()
-        embedding = name.endswith(("wte.weight", "wpe.weight"))
-        if not args["bias"] and name.endswith("weight") and not embedding:
-            tensors[name.removesuffix("weight") + "bias"] = torch.zeros(shape[0])  # GPT-2 has them
-    config = dict(
-        architectures=["GPT2LMHeadModel"], model_type="gpt2", activation_function="gelu_new",
-        layer_norm_epsilon=1e-5, n_layer=args["n_layer"], n_head=args["n_head"],
-        n_embd=args["n_embd"], vocab_size=args["vocab_size"], n_positions=args["block_size"],
-        n_ctx=args["block_size"], tie_word_embeddings=True, resid_pdrop=args["dropout"],
-        embd_pdrop=args["dropout"], attn_pdrop=args["dropout"])
+        state, _, name = key.partition(".")
+        if state != "model" or (theirs["tie_word_embeddings"] and name == "lm_head.weight"):
+            continue  # the optimizer's; or tied, and transformers ties it again
+        tensors[name] = shape, partial(source.get, key)
+        if model == "gpt2" and name.endswith(TRANSPOSED):
+            tensors[name] = shape[::-1], lambda key=key: source.get(key).t()
+        norm_or_linear = name.endswith("weight") and not name.endswith(("wte.weight", "wpe.weight"))
+        if model == "gpt2" and not args["bias"] and norm_or_linear:  # their GPT-2 has biases
+            tensors[name[:-6] + "bias"] = shape[:1], partial(torch.zeros, shape[0])
     os.makedirs(path, exist_ok=True)
-    with atomic(os.path.join(path, "model.safetensors")) as tmp:
-        save_file(tensors, tmp, metadata={"format": "pt"})
+    write_safetensors(os.path.join(path, "model.safetensors"), tensors, dtype)
     with atomic(os.path.join(path, "config.json")) as tmp, open(tmp, "w") as f:
-        json.dump(config, f, indent=2)
+        json.dump(theirs, f, indent=2)
+    directory = data_dir(config.get("dataset", ""))
+    if read_meta(directory).get("tokenizer") == TOKENIZER:
+        shutil.copy(os.path.join(directory, TOKENIZER), path)
+
+
+def write_safetensors(path, tensors, dtype):
+    """The format: 8 bytes for the size of a JSON header, the header, the tensors' bytes. Written
+    here, since the library's save_file wants all tensors in memory."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (shape, _) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = dict(dtype=CODES[dtype], shape=list(shape), data_offsets=[start, end])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic(path) as tmp, open(tmp, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for _, get in tensors.values():
+            f.write(get().to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy())
 
 
 def main(argv):
-    if "--help" in argv or "-h" in argv:
-        return print(__doc__.strip())
-    if len(argv) != 2:
-        raise SystemExit("usage: python huggingface.py OUT_DIR HUGGING_FACE_DIR")
-    source = open_newest(argv[0])
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
+    parser.add_argument("out_dir", help="of a run")
+    parser.add_argument("directory", help="to write")
+    parser.add_argument("--dtype", default="float32", choices=CODES, help="(%(default)s)")
+    args = parser.parse_args(argv)
+    source = open_newest(args.out_dir)
     try:
-        export(source, argv[1])
+        export(source, args.directory, args.dtype)
     except OSError as e:
-        raise SystemExit(f"{argv[1]}: {e}; pass a directory that can be written")
-    print(f"{source.path} -> {argv[1]}: GPT2LMHeadModel.from_pretrained('{argv[1]}')")
+        raise SystemExit(f"{args.directory}: {e}; pass a directory that can be written")
+    print(f"{source.path} -> {args.directory}: AutoModelForCausalLM.from_pretrained("
+          f"'{args.directory}')")
 
 
 if __name__ == "__main__":

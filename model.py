@@ -170,22 +170,26 @@ ModelConfig, Model = GPTConfig, GPT  # the names that --model looks for
 
 
 def attend(q, k, v, dropout):
-    """Causal attention: q, k, v (B, nh, T, hs); with a cache k and v are longer, and T = 1."""
+    """Causal attention: q, k, v (B, nh, T, hs); with a cache k and v are longer, and T = 1. They
+    may have fewer heads: each then serves several of q's (grouped-query attention)."""
     B, nh, T, hs = q.size()
-    if explicit_is_faster(q.device.type, q.dtype, T):
+    explicit = explicit_is_faster(q.device.type, q.dtype, T)
+    if explicit or q.dtype == torch.float32:  # CUDA's fused kernels group heads in 16 bits only
+        k, v = (t.repeat_interleave(nh // t.size(1), 1) if t.size(1) < nh else t for t in (k, v))
+    if explicit:
         mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
         q, k, v = (t.reshape(B * nh, T, hs) for t in (q, k, v))
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs))  # (B nh, T, T)
         weights = F.dropout(F.softmax(scores, dim=-1), dropout)
         return torch.bmm(weights, v).view(B, nh, T, hs)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout,
+                                          enable_gqa=k.size(1) < nh)
 
 
 def explicit_is_faster(device_type, dtype, T):
-    """
-    Is attention faster written out? On CPUs in bf16 PyTorch's fused kernel is slow: at T = 64, 128
-    and 256 this takes 9%, 20% and 45% of its time (AMX). From T = 512 on and in fp32 it is slower.
-    """
+    """Is attention faster written out? On CPUs in bf16 PyTorch's fused kernel is slow: at T = 64,
+    128 and 256 this takes 9%, 20% and 45% of its time (AMX). From T = 512 on and in fp32 it is
+    slower."""
     return device_type == "cpu" and dtype == torch.bfloat16 and 1 < T <= 256
 
 

@@ -207,6 +207,10 @@ def stand_ins(fake, ledger, world):
     def fused_attention(*args, dropout_p=0.0, **kwargs):
         return attention(*args, **kwargs)  # with dropout, a CPU's keeps T x T numbers, a GPU's not
 
+    def fused_norm(x, shape, weight=None, eps=None):
+        # a GPU's kernel keeps x and a number a row, as this does; a CPU's keeps two more x in fp32
+        return F.layer_norm(x, shape, weight, None, eps or 1e-5)
+
     yield patch.object(torch.UntypedStorage, "resize_", listed_resize)
     yield patch.object(nn.Module, "to_empty", fake_to_empty)
     yield patch.object(torch.Tensor, "to", between_memories)
@@ -215,4 +219,5 @@ def stand_ins(fake, ledger, world):
     yield patch.object(torch, "_fused_adamw_", lambda *args, **kwargs: None)
     if world.device.type != "cpu":
         yield patch.object(F, "scaled_dot_product_attention", fused_attention)
+        yield patch.object(F, "rms_norm", fused_norm)
         yield patch("model.explicit_is_faster", lambda *args: False)  # a detour of CPUs only

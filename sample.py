@@ -3,7 +3,7 @@ Sample text from a trained model.
 
     python sample.py --out_dir=out-quickstart                                # its newest checkpoint
     python sample.py --out_dir=out-quickstart --start='def ' --num_samples=3
-    python sample.py --init_from=gpt2 --start=FILE:prompt.txt   # or a Hugging Face one
+    python sample.py --init_from=gpt2 --start=FILE:prompt.txt   # or Hugging Face's: a hub name, DIR
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=-   # from standard input
 """
 
@@ -18,7 +18,8 @@ from torch.nn import functional as F
 import fsdp
 from checkpoint import load
 from configurator import load_config, resolve
-from data.loader import data_dir, read_meta, tokenizer
+from data.loader import data_dir, read_meta
+from data.tokenizer import tokenizer
 from ranks import World, pick_device, run
 from train import meta_model, open_start, with_architecture
 
@@ -133,8 +134,8 @@ def main(argv):
     model.eval()
 
     dataset = source.header["config"].get("dataset")
-    meta = read_meta(data_dir(dataset)) if dataset else {}
-    encode, decode, vocab_size = tokenizer(meta)
+    directory = data_dir(dataset) if dataset else source.path  # Hugging Face's has a tokenizer too
+    encode, decode, vocab_size = tokenizer(read_meta(directory), directory)
     prompt = encode(read_prompt(args.start)) or encode("\n")
     x = torch.tensor([prompt], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)

@@ -71,10 +71,10 @@ def open_start(cfg, world):
 
 
 def with_vocabulary(cfg, source=None):
-    """cfg with vocab_size from the data's meta.json, else the checkpoint, else the config."""
-    vocab_size = source.header["model_args"].get("vocab_size") if source else cfg.vocab_size
+    """cfg with vocab_size from the data, else the config; a checkpoint's may be larger (padded)."""
+    theirs = source.header["model_args"].get("vocab_size", 0) if source else 0
     meta = read_meta(data_dir(cfg.dataset))
-    return replace(cfg, vocab_size=meta.get("vocab_size", vocab_size))
+    return replace(cfg, vocab_size=max(meta.get("vocab_size", theirs or cfg.vocab_size), theirs))
 
 
 def with_architecture(cfg, source):

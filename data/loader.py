@@ -23,7 +23,8 @@ import torch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 HEADER_BYTES = 256 * 4  # llm.c's: magic, version, number of tokens, padding
-DTYPE_OF_MAGIC = {20240520: np.dtype(np.uint16), 20240801: np.dtype(np.uint32)}
+UINT32 = 20240801  # the magic of files of uint32 tokens; llm.c's Llama 3 files have version 7
+DTYPE_OF_MAGIC = {20240520: np.dtype(np.uint16), UINT32: np.dtype(np.uint32)}
 
 
 class Batches:
@@ -95,7 +96,7 @@ class TokenFiles:
         largest = int(tokens.max(initial=0))
         if largest >= self.vocab_size:
             raise SystemExit(f"{where}: token {largest} is beyond vocab_size={self.vocab_size}; "
-                             "prepare the data again, or correct its meta.json")
+                             "prepare the data with this model's tokenizer, or correct meta.json")
 
     def batch(self, windows):
         """Inputs and targets of these window numbers: (len(windows), block_size) each, int64."""
@@ -195,34 +196,3 @@ def read_meta(directory):
     except Exception as e:
         reason = f"{type(e).__name__}: {e}"
         raise SystemExit(f"{path}: not readable ({reason}); prepare the data again")
-
-
-def tokenizer(meta):
-    """(encode: str -> [id], decode: [id] -> str, number of real tokens) for read_meta's answer."""
-    if "chars" in meta:
-        chars = meta["chars"]
-        ids = {c: i for i, c in enumerate(chars)}
-        def encode(text):
-            new = "".join(sorted(set(text) - set(ids)))
-            if new:
-                raise SystemExit(f"the prompt has characters this model has never seen: {new!r}")
-            return [ids[c] for c in text]
-        return encode, lambda tokens: "".join(chars[t] for t in tokens), len(chars)
-    if meta.get("tokenizer") == "bytes":
-        def decode(tokens):  # 256, where there is one, ends a document
-            return bytes(t for t in tokens if t < 256).decode(errors="replace")
-        return lambda text: list(text.encode()), decode, meta["vocab_size"]
-    bpe = gpt2_bpe()  # also where meta names none
-    special = {"<|endoftext|>"}
-    return lambda text: bpe.encode(text, allowed_special=special), bpe.decode, bpe.n_vocab
-
-
-def gpt2_bpe():
-    """GPT-2's tokenizer; SystemExit with the remedy if its vocabulary cannot be had."""
-    import tiktoken
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as e:
-        raise SystemExit(f"GPT-2's vocabulary is not cached and could not be downloaded "
-                         f"({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a directory that has "
-                         "it, or prepare the data as bytes")

@@ -4,10 +4,12 @@ Turn any text into train.bin and val.bin: local files, or a data set of the Hugg
     python data/prepare.py my_data notes/*.txt                            # -> data/my_data/
     python data/prepare.py my_data chats.jsonl --template='Q: {question}\nA: {answer}'
     python data/prepare.py my_data table.parquet --column=body --tokenizer=bytes
+    python data/prepare.py my_data chats.jsonl --tokenizer=HuggingFaceTB/SmolLM2-135M
     python data/prepare.py fineweb HuggingFaceFW/fineweb-edu --subset=sample-10BT --limit=10000
 
 A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row is one. Documents
 are streamed through all cores, so memory stays flat, and each ends with an end-of-text token.
+Vocabularies above 65,535 make files of uint32 with llm.c's header, others of uint16 without one.
 
 A hash of its text decides whether a document goes to val.bin: it always lands in the same split,
 whatever the order, the limit or the number of workers. If that leaves a split with fewer than
@@ -29,7 +31,8 @@ import numpy as np
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
-from data.loader import gpt2_bpe  # noqa: E402
+from data.loader import HEADER_BYTES, UINT32  # noqa: E402
+from data.tokenizer import TOKENIZER, encoder, tokenizer_file  # noqa: E402
 
 KINDS = {".txt": None, ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 CHUNK = 1 << 20  # characters that travel to a worker at a time
@@ -82,6 +85,9 @@ def fill(template, row, where):
         if name not in row:
             raise SystemExit(f"{where}: no column {name}; it has {', '.join(row)}; "
                              "pass --column or --template")
+        if not isinstance(row[name], (str, int, float, type(None))):
+            raise SystemExit(f"{where}: column {name} holds a {type(row[name]).__name__}, not "
+                             "text; pass another --column or a --template")
         return "" if row[name] is None else str(row[name])
     return re.sub(r"{([^{}]+)}", value, template)
 
@@ -100,16 +106,12 @@ def chunks(docs):
 
 def encode(chunk, tokenizer, val_fraction):
     """(tokens of train, tokens of val); runs in a worker."""
-    parts = ([np.zeros(0, np.uint16)], [np.zeros(0, np.uint16)])
+    document, vocab_size = encoder(tokenizer)
+    dtype = np.uint16 if vocab_size <= 65535 else np.uint32
+    parts = ([np.zeros(0, dtype)], [np.zeros(0, dtype)])
     for text in chunk:
-        utf8 = text.encode()
-        digest = int.from_bytes(hashlib.sha256(utf8).digest()[:8], "little")
-        if tokenizer == "bytes":
-            tokens = np.append(np.frombuffer(utf8, np.uint8), np.uint16(256))
-        else:
-            bpe = gpt2_bpe()  # loaded once a process
-            tokens = np.array([*bpe.encode_ordinary(text), bpe.eot_token], np.uint16)
-        parts[digest < val_fraction * 2**64].append(tokens)
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        parts[digest < val_fraction * 2**64].append(np.array(document(text), dtype))
     return [np.concatenate(part) for part in parts]
 
 
@@ -125,13 +127,14 @@ def tokenized(docs, tokenizer, val_fraction, workers):
             yield future.result()
 
 
-def hold_out_end(train, val, fraction):
-    """Move tokens between the two files until val has the last `fraction` of them."""
-    val.seek(0)
+def hold_out_end(train, val, fraction, offset, width):
+    """Move tokens (of width bytes, behind offset) between the two files until val has the last
+    `fraction` of them."""
+    val.seek(offset)
     shutil.copyfileobj(val, train)  # what the hash held out comes last, and so stays held out
-    start = 2 * round((1 - fraction) * train.tell() / 2)  # bytes
+    start = offset + width * round((1 - fraction) * (train.tell() - offset) / width)
     train.seek(start)
-    val.seek(0)
+    val.seek(offset)
     val.truncate()
     shutil.copyfileobj(train, val)
     train.truncate(start)
@@ -143,32 +146,46 @@ def write(docs, out, tokenizer, val_fraction, end_fraction, workers):
     val_fraction is of the documents; end_fraction, of the tokens, where those are few.
     """
     from tqdm import tqdm
-    if tokenizer == "gpt2":
-        gpt2_bpe()  # here first: a missing vocabulary is one line, not one a worker
-    os.makedirs(out, exist_ok=True)
+    _, vocab_size = encoder(tokenizer)  # here first: what is wrong is one line, not one a worker
+    offset, width = (0, 2) if vocab_size <= 65535 else (HEADER_BYTES, 4)
     paths = [os.path.join(out, name) for name in ("train.bin", "val.bin", "meta.json")]
-    train, val, meta = files = [open(path + ".tmp", "w+b") for path in paths]
+    files = []
     try:
+        os.makedirs(out, exist_ok=True)
+        train, val, meta = files = [open(path + ".tmp", "w+b") for path in paths]
+        for file in (train, val):
+            file.write(bytes(offset))
         with tqdm(unit=" tokens", unit_scale=True, delay=1) as bar:
             for parts in tokenized(docs, tokenizer, val_fraction, workers):
                 for file, tokens in zip((train, val), parts):
                     file.write(tokens)
                     bar.update(len(tokens))
         how = ""
-        if min(train.tell(), val.tell()) < 2 * FEW:
-            hold_out_end(train, val, end_fraction)
+        if min(train.tell(), val.tell()) < offset + width * FEW:
+            hold_out_end(train, val, end_fraction, offset, width)
             how = f", the last {100 * end_fraction:g}% of the text"
-        counts = [file.seek(0, os.SEEK_END) // 2 for file in (train, val)]
+        counts = [(file.seek(0, os.SEEK_END) - offset) // width for file in (train, val)]
         if 0 in counts:
             raise SystemExit(f"{out}: {sum(counts)} tokens leave a split empty; pass more text")
-        vocab_size = {"gpt2": 50304, "bytes": 257}[tokenizer]
-        meta.write(json.dumps({"vocab_size": vocab_size, "tokenizer": tokenizer}).encode())
+        if offset:  # llm.c's header: magic, version, number of tokens, in int32
+            if max(counts) >= 2**31:
+                raise SystemExit(f"{out}: {max(counts):,} tokens are more than a file of uint32 "
+                                 "can name; pass a --limit")
+            for file, count in zip((train, val), counts):
+                file.seek(0)
+                file.write(np.array([UINT32, 7, count], np.int32))
+        kind = tokenizer if tokenizer in ("gpt2", "bytes") else TOKENIZER
+        meta.write(json.dumps({"vocab_size": vocab_size, "tokenizer": kind}).encode())
+        if kind == TOKENIZER:  # a copy, so that the directory is whole wherever it goes
+            shutil.copyfile(tokenizer_file(tokenizer), os.path.join(out, TOKENIZER))
         for file, path in zip(files, paths):
             file.close()
             os.replace(path + ".tmp", path)
+    except OSError as e:
+        raise SystemExit(f"cannot write {out}: {e.strerror}; make room, or pass another --out")
     finally:
         for file, path in zip(files, paths):
-            file.close()
+            file.raw.close()  # without writing what a full disk did not take
             if os.path.exists(path + ".tmp"):
                 os.remove(path + ".tmp")
     print(f"{paths[0]}: {counts[0]:,} tokens\n{paths[1]}: {counts[1]:,} tokens{how}")
@@ -178,6 +195,7 @@ def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
     """The command line; each data/<name>/prepare.py calls it with its name, source and defaults."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
     option = parser.add_argument
     if name is None:
         option("name", help="files go to data/<name>/")
@@ -189,8 +207,8 @@ def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
     option("--split", default="train", help="split of a hub data set (default: train)")
     option("--column", default="text", help="column that holds the text (default: text)")
     option("--template", help=r"text made of several columns, e.g. 'Q: {question}\nA: {answer}'")
-    option("--tokenizer", default="gpt2", choices=("gpt2", "bytes"),
-           help="GPT-2's BPE (default) or plain bytes")
+    option("--tokenizer", default="gpt2", metavar="T",
+           help="gpt2 (default), bytes, or a tokenizer.json, its directory or its hub name")
     option("--val_fraction", type=float, metavar="F",
            help=f"fraction for validation (default: {val_fraction} of the documents, or 0.1 of the "
                 "tokens where the text is cut in two)")

@@ -15,6 +15,7 @@ CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is
 import json
 import multiprocessing.connection
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the reposi
 sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
 
 import train  # noqa: E402
-from configurator import config_class, load_config  # noqa: E402
+from configurator import config_class, load_config, model_config, model_file  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from ranks import run  # noqa: E402
 
@@ -222,29 +223,45 @@ TINY = dict(
     batch_size=2, gradient_accumulation_steps=12, max_iters=5, eval_interval=5, eval_iters=2,
     log_interval=1, warmup_iters=2, lr_decay_iters=20, learning_rate=1e-3, min_lr=1e-4,
     grad_clip=0.5, dtype="float32", device="cpu", compile=False, always_save_checkpoint=True)
+OTHERS = dict(n_kv_head=1, n_inner=50, rope_theta=1e4, tie_embeddings=False)  # llama's
+
+
+def keys_of(model):
+    """TINY, as far as --model=model has its keys."""
+    names = {f.name for f in fields(config_class(model))}
+    return {key: value for key, value in {**TINY, **OTHERS}.items() if key in names}
 
 
 def tiny(tmp, model="gpt2", **overrides):
     """The config of a small run on the toy data of the fixture `tmp`."""
-    keys = {**TINY, "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
+    keys = {**keys_of(model), "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
     return config_class(model)(model=model, **keys)
 
 
 def plain_gpt(model=GPT, seed=1337, **sizes):
-    """A model outside of any strategy: TINY's sizes unless told, and its initial values."""
+    """A GPT outside of any strategy: TINY's sizes unless told, and its initial values."""
     keys = {f.name: TINY[f.name] for f in fields(GPTConfig) if f.name in TINY}
-    gpt = model(GPTConfig(**{**keys, "vocab_size": 67, **sizes}))
-    for name, p in gpt.named_parameters():
-        p.data.copy_(gpt.initial_value(name, p.shape, seed))
-    return gpt.eval()
+    return initialized(model(GPTConfig(**{**keys, "vocab_size": 67, **sizes})), seed)
+
+
+def plain_model(cfg):
+    """The config's model outside of any strategy, and its initial values."""
+    return initialized(model_file(cfg.model).Model(model_config(cfg)), cfg.seed)
+
+
+def initialized(model, seed):
+    for name, p in model.named_parameters():
+        p.data.copy_(model.initial_value(name, p.shape, seed))
+    return model.eval()
 
 
 def flags(**overrides):
     return [f"--{k}={v}" for k, v in overrides.items()]
 
 
-def arguments(tmp, out, **overrides):
-    return flags(**{**TINY, "dataset": os.path.join(tmp, "toy"), "out_dir": out, **overrides})
+def arguments(tmp, out, model="gpt2", **overrides):
+    keys = {**keys_of(model), "dataset": os.path.join(tmp, "toy"), "out_dir": out, **overrides}
+    return flags(model=model, **keys)
 
 
 def command(tmp, out, **overrides):
@@ -320,3 +337,12 @@ def assert_same_weights(a, b, tolerance):
             x, y = torch.cat((x[:n], x[2 * n:])), torch.cat((y[:n], y[2 * n:]))
         error = (x - y).norm() / x.norm().clamp(min=1e-3)
         assert error <= tolerance, f"{key}: relative difference {error:.2e}"
+
+
+def resident(field, reset=False):
+    """Bytes: VmRSS is what this process has in memory now, VmHWM its peak since the last reset."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as f:
+            f.write("5")
+    with open("/proc/self/status") as f:
+        return int(re.search(rf"{field}:\s+(\d+) kB", f.read())[1]) * 1024

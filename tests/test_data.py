@@ -13,10 +13,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from harness import HERE, environment, flags, python, tiny
+from harness import HERE, environment, flags, python, shell, tiny
 
 from data import loader
 from data.loader import TokenFiles
+from data.tokenizer import tokenizer
 from ranks import World
 
 SHAKESPEARE = os.path.join(HERE, "..", "shared", "data", "tinyshakespeare.txt")
@@ -156,12 +157,12 @@ def test_tokenizers_decode_what_they_encode():
     text = "caf\u00e9"
     characters = {"vocab_size": 4, "chars": sorted(text)}
     for meta in (characters, {"vocab_size": 257, "tokenizer": "bytes"}):
-        encode, decode, vocab_size = loader.tokenizer(meta)
+        encode, decode, vocab_size = tokenizer(meta)
         assert decode(encode(text)) == text
         assert vocab_size == meta["vocab_size"] and max(encode(text)) < vocab_size
     assert decode([*encode("a"), 256, *encode("b")]) == "ab"
     with pytest.raises(SystemExit, match="never seen: 'xz'"):
-        loader.tokenizer({"chars": ["a"]})[0]("zax")
+        tokenizer({"chars": ["a"]})[0]("zax")
 
 
 # -----------------------------------------------------------------------------
@@ -374,3 +375,30 @@ def test_prepare_killed_half_way_leaves_no_data(tmp_path):
     assert begun.exists() and not (out / "train.bin").exists()
     with pytest.raises(SystemExit, match="missing"):
         TokenFiles(str(out), "train", 16, 257)
+
+
+@pytest.mark.parametrize("row, options, message", [
+    ({"text": ["a", "b"]}, {}, "column text holds a list, not text"),
+    ({"text": {"a": "b"}}, {}, "column text holds a dict, not text"),
+    ({"text": "a" * 50000}, dict(out="a-file"), "cannot write"),
+    ({"text": "a" * 50000}, dict(out="/sys/kernel/x"), "cannot write /sys/kernel/x"),
+    ({"text": "a" * 50000}, dict(limit="x"), "argument --limit"),
+])
+def test_prepare_mistake_is_one_clear_line(tmp_path, row, options, message):
+    pytest.importorskip("datasets")
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    (tmp_path / "a-file").write_text("")
+    options = {"out": "o", **options}
+    p = prepare([tmp_path / "a.jsonl"], tmp_path / options.pop("out"), **options)
+    assert p.returncode == 1 and message in p.stderr, p.stderr
+    assert p.stderr.count("\n") == 1, p.stderr
+
+
+def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path):
+    (tmp_path / "a.txt").write_text("abc " * 100_000)
+    script = f"data/prepare.py x {tmp_path}/a.txt --out={tmp_path}/o --tokenizer=bytes"
+    p = shell("bash", "-c", f"ulimit -f 40; exec {sys.executable} {script}")
+    assert p.returncode == 1
+    line = f"cannot write {tmp_path}/o: File too large; make room, or pass another --out\n"
+    assert p.stderr == line
+    assert os.listdir(tmp_path / "o") == []

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import python
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
@@ -60,6 +61,12 @@ def tracked(cfg, world):
         cfg, world = replace(cfg, strategy="single", gradient_accumulation_steps=2), World()
     micro_batches = min(cfg.gradient_accumulation_steps // world.size, 2)
     cfg = replace(cfg, gradient_accumulation_steps=micro_batches * world.size)
+
+    def norm(x, shape, weight=None, eps=None, plain=F.rms_norm, on=world.device.type):
+        if on == "cpu":
+            return plain(x, shape, weight, eps)
+        return F.layer_norm(x, shape, weight)  # keeps as much as a GPU's kernel
+
     world = replace(world, device=torch.device("cpu"))
     model = train.meta_model(cfg)
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
@@ -67,6 +74,7 @@ def tracked(cfg, world):
         mesh = fsdp.make_mesh(cfg, world) if cfg.strategy in SHARDED else None
         with (FakeTensorMode(allow_non_fake_inputs=True),
               patch("model.explicit_is_faster", lambda *args: False),
+              patch.object(F, "rms_norm", norm),
               patch.object(torch, "_fused_adamw_", lambda *args, **kwargs: None)):
             with patch.object(fsdp, "make_mesh", lambda *args: mesh):
                 wrapped = fsdp.parallelize(model, cfg, world)
@@ -111,6 +119,7 @@ WIDE = ["--n_embd=1536", "--batch_size=1", "--block_size=64", "--activation_chec
     (8, [r"--freeze=wte|wpe|h\.[01]\."]), (8, ["--freeze=mlp"]), (8, ["--wrap_min_params=100000"]),
     (8, ["--prefetch_blocks=2", *WIDE]), (8, ["--dtype=float16", "--bias=True"]),
     (8, ["--reduce_dtype=bfloat16", *WIDE]), (8, ["--cpu_offload=0.5", *WIDE]),
+    (8, ["--model=llama", "--n_inner=1024", "--device=cpu", "--dtype=float32"]),
 ])
 def test_plan_rehearsal_is_pytorchs_trackers(size, argv):
     """Within 1%, most of them exactly; `python tests/test_plan.py` has the large models."""
@@ -314,6 +323,14 @@ def test_plan_cpus_and_gpus_attention_differ():
     per_layer = 4 * 6 * 128 * 128 * 2  # B nh T T in bf16
     assert cpu["peak"] - gpu["peak"] > 2 * per_layer
     assert gpu["peak"] < dropout["peak"] < 1.5 * gpu["peak"]  # masks, but no T x T
+
+
+def test_plan_cpus_and_gpus_rmsnorm_differ():
+    """A GPU's kernel keeps a number a row; a CPU's makes and keeps the normalized x too."""
+    argv = "--model=llama", "--n_inner=1024", "--strategy=single", "--dtype=float32"
+    gpu, cpu = (row(1, *argv, "--vocab_size=256", *more) for more in ([], ["--device=cpu"]))
+    x = 4 * 512 * 384 * 4  # B T C in fp32
+    assert cpu["activations"] - gpu["activations"] == pytest.approx(2 * 3 * x, rel=0.01)
 
 
 def test_plan_without_pytorchs_private_parts_is_one_line(monkeypatch):

@@ -41,7 +41,7 @@ def test_readme_has_at_most_200_lines():
 
 def test_readme_names_every_key():
     missing, text = [], read("README.md")
-    for field in (*fields(Config), *fields(ModelConfig)):
+    for field in (*fields(Config), *fields(ModelConfig), *fields(config_class("llama"))):
         if not re.search(rf"`[^`\n]*\b{field.name}\b[^`\n]*`|--{field.name}=", text):
             missing.append(field.name)
     assert not missing
@@ -135,7 +135,10 @@ def test_readme_every_config_runs_two_steps(tmp, name):
     path = os.path.join(HERE, "config", name)
     cfg = load_config([path])
     assert cfg.n_embd % cfg.n_head == 0
-    small = dict(
+    small = dict(model=cfg.model)
+    if cfg.model == "llama":
+        small.update(n_kv_head=1, n_inner=32)
+    small.update(
         n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, max_iters=2, eval_interval=2,
         gradient_accumulation_steps=2, eval_iters=1, compile=False, device="cpu", dtype="float32",
         dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, "config-" + name),

@@ -10,8 +10,8 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from data.loader import gpt2_bpe  # noqa: E402
 from data.shakespeare_char.prepare import main  # noqa: E402
+from data.tokenizer import gpt2_bpe  # noqa: E402
 
 
 def bpe(text):
