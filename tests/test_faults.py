@@ -453,13 +453,15 @@ def test_fault_two_runs_in_one_directory(tmp):
     """The second says who has it, on one line; when the first dies the directory is free."""
     out = os.path.join(tmp, "two-runs")
     first = start(1, command(tmp, out, max_iters=10**5, eval_interval=10**5), tmp)
-    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 2,')
-    p = trained(2, arguments(tmp, out, max_iters=2))
+    try:
+        wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 2,')
+        p = trained(2, arguments(tmp, out, max_iters=2))
+    finally:
+        first.kill()
+        first.communicate()
     line = f"out_dir={out} is in use by process {first.pid} on {socket.gethostname()}; "
     assert p.returncode == 1 and p.stderr.startswith(line), p.stderr
     assert p.stderr.count("\n") == 1, p.stderr
-    first.kill()
-    first.communicate()
     launch(1, arguments(tmp, out, max_iters=2))
 
 

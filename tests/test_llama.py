@@ -324,7 +324,7 @@ def test_llama_config_is_compared_key_by_key_on_resume(tmp, tmp_path):
                    tie_embeddings=True, rope_factor=8.0, head_dim=12, block_size=17)
     for key, value in changed.items():
         other = tiny(tmp, model="llama", **{"n_kv_head": 3, key: value})
-        with pytest.raises(SystemExit, match=f"{key}={value} in the config, but .* has {key}="):
+        with pytest.raises(SystemExit, match=f"{key}={value} in this run, but .* has {key}="):
             checkpoint.check(source, other)
     checkpoint.check(source, tiny(tmp, model="llama", n_kv_head=3, block_size=8))  # shorter
 
