@@ -25,7 +25,7 @@ from torch.utils.benchmark import Timer
 
 from configurator import load_config, resolve
 from data.loader import Batches
-from metrics import optional, peak_flops, peak_host_memory, peak_memory, read_rows
+from metrics import flops_per_token, optional, peak_flops, peak_host_memory, peak_memory, read_rows
 from ranks import print0, run, setup
 from train import build, meta_model, train_step, with_vocabulary
 
@@ -85,7 +85,7 @@ def report(names, configs, times, world):
     for name, cfg, seconds in zip(names, configs, times):
         ms, low, high = (1e3 * f(seconds) for f in (median, min, max))
         tokens_per_s = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size / ms * 1e3
-        flops = meta_model(cfg).flops_per_token() * tokens_per_s / world.size
+        flops = flops_per_token(meta_model(cfg)) * tokens_per_s / world.size
         mfu, of_matmul = flops / peak if peak else None, flops / rates[cfg.dtype]
         rows.append(dict(name=name, step_ms=ms, fastest_ms=low, slowest_ms=high, flops=flops,
                          tokens_per_s=tokens_per_s, mfu=mfu, of_matmul=of_matmul,

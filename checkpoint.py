@@ -33,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 from configurator import Config, model_config
 from fsdp import gather_full, reshard, scatter_full, tied_names
 from outdir import atomic, first_line, writing
-from ranks import World, from_rank0, mean, run
+from ranks import PATIENCE, World, from_rank0, mean, run
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so in one process
 
@@ -99,7 +99,9 @@ class ShardedSaver:
         self.out_dir, self.keep, self.world = out_dir, keep, world
         self.path, self.header, self.future = None, None, None  # of the save under way
         # its own group: the background thread's collectives must not mix with the training loop's
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        # and patient: ranks wait there for the slowest disk
+        distributed = dist.is_initialized()
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed else None
 
     def save(self, model, optimizer, header):
         self.finish(wait=True)
@@ -285,7 +287,7 @@ def intact(source, world):
         bad = any(broken(*piece) for piece in pieces)
     except Exception:  # no such file, or not a zip any more
         bad = True
-    return mean(torch.tensor(float(bad)), world) == 0
+    return mean(torch.tensor(float(bad)), world, patient=True) == 0
 
 
 def broken(path, offset, length):
@@ -316,13 +318,14 @@ def check(source, cfg):
 
 
 def changed(source, cfg):
-    """What this run does otherwise than the checkpoint's, as text: it may well be intended."""
+    """One line, or none: what this run does otherwise than the checkpoint's, maybe on purpose."""
     keys = [f.name for f in fields(Config)]
     keys = keys[keys.index("dataset"):keys.index("device")]  # data, model, optimizer
     keys.remove("max_iters")
     ours, theirs = asdict(cfg), source.header["config"]
-    return ", ".join(f"{key}={ours[key]!r} (was {theirs[key]!r})" for key in keys
-                     if key in theirs and theirs[key] != ours[key])
+    differ = [f"{key}={ours[key]!r} (was {theirs[key]!r})" for key in keys
+              if key in theirs and theirs[key] != ours[key]]
+    return [f"this run differs from that of {source.path}: {', '.join(differ)}"] if differ else []
 
 
 def load(source, model, optimizer, world):

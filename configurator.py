@@ -94,10 +94,14 @@ class Config:
     reduce_dtype: Literal[tuple(DTYPES)] = "float32"  # type in which ranks sum their gradients;
     #   bfloat16 or float16 halve that traffic and cost accuracy
     wrap_min_params: int = 0  # 0: an FSDP unit per block. N: any module of at least N parameters
-    cpu_offload: Fraction = 0.0  # of the blocks: parameters, gradients, optimizer in host memory
+    cpu_offload: Fraction = 0.0  # of the blocks: parameters, gradients, optimizer in host memory.
+    #   Take few micro-batches and a large batch_size: from the second micro-batch on gradients are
+    #   added on the host, while the GPU waits; and one rank alone does not overlap its copies
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # in backward,
     #   selective recomputes the cheap parts, full whole blocks: least memory, a third more compute
     activation_offload: bool = False  # keep saved activations in host memory
+    loss_chunks: int = 0  # N: head and loss in N pieces of the sequence, recomputed in backward, so
+    #   that the logits, 12 bytes for each token and symbol, never exist whole; 8 is a good start
     prefetch_blocks: int = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 or more cost memory
     grad_sync: Literal["auto", "every", "last"] = "auto"  # when to reduce gradients:
     #   every micro-batch (least memory) or the last; auto: last for ddp, every when sharded
@@ -148,11 +152,22 @@ def load_config(argv, base=None):
         cls = config_class(given.get("model", cls.model))
         for key, value in given.items():
             values[key] = coerce(key, value, cls, arg)
-    cls = config_class(values.get("model", Config.model))
+    return make_config(config_class(values.get("model", Config.model)), values)
+
+
+def make_config(cls, values):
     try:
         return cls(**values)
     except (TypeError, ValueError) as e:  # a key of another model; sizes that do not fit together
         raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
+
+
+def with_model(cfg, name, sizes):
+    """cfg with another model and its sizes; dropout stays this run's choice."""
+    cls = config_class(name)
+    keys = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    sizes = {key: value for key, value in sizes.items() if key != "dropout"}
+    return make_config(cls, {**keys, **sizes, "model": name})
 
 
 def run_file(path, before):
@@ -229,7 +244,8 @@ def resolve(cfg, world, distributed=None):
     SystemExit with key, value and remedy for a combination that makes no sense.
     """
     distributed = dist.is_initialized() if distributed is None else distributed
-    cfg = replace(cfg, strategy=cfg.strategy or ("full_shard" if distributed else "single"))
+    cfg = replace(cfg, strategy=cfg.strategy or ("full_shard" if distributed else "single"),
+                  dtype=best_dtype(world.device) if cfg.dtype == "auto" else cfg.dtype)
     for key, wrong, remedy in conflicts(cfg, world, distributed):
         if wrong:
             raise SystemExit(f"{key}={getattr(cfg, key)!r} with strategy={cfg.strategy} on "
@@ -237,7 +253,6 @@ def resolve(cfg, world, distributed=None):
     sync = "last" if cfg.strategy == "ddp" else "every"
     group = (cfg.shard_group_size or world.local_size) if cfg.strategy == "hybrid_shard" else 0
     return replace(cfg, shard_group_size=group,
-                   dtype=best_dtype(world.device) if cfg.dtype == "auto" else cfg.dtype,
                    grad_sync=sync if cfg.grad_sync == "auto" else cfg.grad_sync)
 
 
@@ -246,6 +261,7 @@ def conflicts(c, world, distributed):
     W, device, strategy = world.size, world.device.type, c.strategy
     sharded, single = strategy in SHARDED, strategy == "single"
     group = c.shard_group_size or world.local_size
+    recomputed = c.activation_checkpointing != "none" or c.loss_chunks
     below = max(1, c.gradient_accumulation_steps // W) * W
     compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
     return [
@@ -270,9 +286,14 @@ def conflicts(c, world, distributed):
          f"{W} processes do not divide into groups of {group}; use a divisor of {W}"),
         ("activation_offload", c.activation_offload and c.activation_checkpointing == "selective",
          "selective checkpointing keeps its products out of reach; use full or none"),
-        ("activation_offload",
-         c.activation_offload and c.activation_checkpointing == "none" and c.compile,
-         "compiled code keeps its activations out of reach; use --compile=False"),
+        ("activation_offload", c.activation_offload and c.compile,
+         "dynamo does not enter the hooks that move activations; use --compile=False"),
+        ("wrap_min_params", c.wrap_min_params and c.compile and recomputed,
+         "dynamo enters nothing that is recomputed and has FSDP's hooks inside; use "
+         "--compile=False, or --wrap_min_params=0 for a unit per block"),
+        ("cpu_offload", c.cpu_offload and c.dtype == "float16" and device == "cuda",
+         "GradScaler copies its scale to host memory without waiting, so offloaded gradients may "
+         "be scaled by an old one; use --dtype=bfloat16 or float32, or --cpu_offload=0"),
         ("compile", c.compile and device == "cpu" and not compiler,
          "compiling for a CPU needs a C++ compiler; install g++, or use --compile=False"),
     ]

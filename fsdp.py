@@ -15,7 +15,6 @@ each strategy keeps and sends.
 import re
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import checkpoint as recompute  # PyTorch's; ours writes files
 
+from activations import keep_less
 from configurator import DTYPES, SHARDED
 
 
@@ -36,12 +35,9 @@ def parallelize(model, cfg, world):
     if buffers:
         raise SystemExit(f"the model has a buffer, {buffers[0]}: nobody would shard or fill it; "
                          "compute it in forward, or make it a parameter that does not train")
-    # a) freeze first: FSDP2 groups parameters, and DDP builds its buckets, by requires_grad
-    freeze(model, cfg.freeze)
-    # b) checkpoint activations inside of what is compiled and sharded: recomputation then runs
+    # a) checkpoint activations inside of what is compiled and sharded: recomputation then runs
     #    between FSDP's backward hooks, with the unit's parameters gathered
-    for block in model.blocks:
-        checkpoint_activations(block, cfg, world.device)
+    keep_less(model, cfg, world.device)
     if cfg.strategy in SHARDED:
         return shard(model, cfg, world)
     return replicate(model, cfg, world)
@@ -49,12 +45,15 @@ def parallelize(model, cfg, world):
 
 def shard(model, cfg, world):
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state."""
-    # c) compile block by block: FSDP's hooks would break a graph of the whole model
+    # b) compile block by block, then head and loss: FSDP's hooks would break a graph of the whole
+    #    model. Each forward, not each module: dynamo leaves the call of a module with hooks alone
     if cfg.compile:
         for block in model.blocks:
-            block.compile()
+            block.forward = torch.compile(block.forward)
+        if hasattr(model, "head_loss"):
+            model.head_loss = torch.compile(model.head_loss)
 
-    # d) shard the units, inner before outer, then the root, which takes all the rest
+    # c) shard the units, inner before outer, then the root, which takes all the rest
     units = find_units(model, cfg.wrap_min_params)
     host = dist.fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     offload = {name: dict(offload_policy=host) for name in offloaded_units(units, cfg.cpu_offload)}
@@ -68,14 +67,14 @@ def shard(model, cfg, world):
     # the root stays gathered: backward begins with it
     fully_shard(model, reshard_after_forward=False, **common, **offload.get(ROOT, {}))
 
-    # e) materialize, only this rank's rows; to_empty swaps DTensors in place, so ties survive
+    # d) materialize, only this rank's rows; to_empty swaps DTensors in place, so ties survive
     for name, unit in units + [(ROOT, model)]:
         for module in unit.modules():
             if any(p.is_meta for p in module.parameters(recurse=False)):
                 device = "cpu" if name in offload else world.device
                 module.to_empty(device=device, recurse=False)
 
-    # f) FSDP2 gathers one unit ahead by itself: not the frozen ones that backward never reaches
+    # e) FSDP2 gathers one unit ahead by itself: not the frozen ones that backward never reaches
     for _, unit in without_backward(model, units):
         unit.set_unshard_in_backward(False)
     if cfg.prefetch_blocks:
@@ -94,9 +93,11 @@ def replicate(model, cfg, world):
     if cfg.strategy == "ddp":
         device_ids = [world.device.index] if world.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        hook = {"bfloat16": "bf16_compress_hook", "float16": "fp16_compress_hook"}
-        if cfg.reduce_dtype in hook:
-            model.register_comm_hook(None, getattr(default_hooks, hook[cfg.reduce_dtype]))
+        hooks = dict(bfloat16=default_hooks.bf16_compress_hook,
+                     float16=default_hooks.fp16_compress_hook)
+        if cfg.reduce_dtype in hooks:  # in a lambda: by its name DDP refuses bf16's without NCCL
+            hook = hooks[cfg.reduce_dtype]
+            model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
     if cfg.compile:
         model.compile()  # in place, so names stay; after DDP, which splits the graph at its buckets
     return model
@@ -173,7 +174,7 @@ def prefetch(model, units, n):
         unit.set_modules_to_backward_prefetch(order[max(0, i - n):i][::-1])
 
 
-# ---------- before sharding: freezing, activation checkpointing ---------------
+# ---------- before sharding: freezing -----------------------------------------
 
 
 def freeze(model, pattern):
@@ -190,48 +191,6 @@ def freeze(model, pattern):
                          f"names look like {names[0]}, {names[len(names) // 2]}")
     for name in hits:
         model.get_parameter(name).requires_grad_(False)
-
-
-def checkpoint_activations(block, cfg, device):
-    """Replace block.forward by one that keeps fewer activations on the device until backward: full,
-    only the block's input; selective, the outputs of matrix products and attention too. With
-    activation_offload they wait in host memory. (Wrapping the module would change its names.)"""
-    options = dict(use_reentrant=False)
-    if cfg.activation_checkpointing == "selective":
-        marks = torch.ops.profiler  # a unit inside the block makes one more when it runs again
-        recompute.SAC_IGNORED_OPS.update((marks._record_function_enter_new.default,
-                                          marks._record_function_exit._RecordFunction))
-        contexts = partial(recompute.create_selective_checkpoint_contexts, keep_products)
-        options["context_fn"] = contexts
-    if cfg.activation_checkpointing != "none":
-        block.forward = partial(recompute.checkpoint, block.forward, **options)
-    if cfg.activation_offload:
-        block.forward = partial(offload_saved, block.forward, device)
-
-
-def keep_products(ctx, op, *args, **kwargs):
-    # not baddbmm: the T x T scores of attention that is written out
-    products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
-    expensive = op.overloadpacket in products or "_scaled_dot_product" in str(op)
-    return getattr(recompute.CheckpointPolicy, "MUST_SAVE" if expensive else "PREFER_RECOMPUTE")
-
-
-def offload_saved(forward, device, *args, **kwargs):
-    """forward(...), but what autograd saves for backward goes to host memory."""
-    def is_parameter(t):  # these stay: FSDP frees and gathers them itself
-        return isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter)
-
-    def to_host(t):
-        if is_parameter(t):
-            return t
-        pinned = device.type == "cuda"  # so that the way back does not block
-        return torch.empty(t.size(), dtype=t.dtype, layout=t.layout, pin_memory=pinned).copy_(t)
-
-    def to_device(t):
-        return t if is_parameter(t) else t.to(device, non_blocking=True)
-
-    with torch.autograd.graph.saved_tensors_hooks(to_host, to_device):
-        return forward(*args, **kwargs)
 
 
 # ---------- in the step -------------------------------------------------------

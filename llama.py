@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import attend, cross_entropy, normal
+from model import attend, head_loss, normal
 
 
 @dataclass
@@ -138,6 +138,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.head_loss = head_loss
 
     @property
     def blocks(self):
@@ -155,15 +156,7 @@ class Llama(nn.Module):
         x = self.model.norm(x)
         if targets is None:
             return self.lm_head(x[:, [-1], :]), None  # generation needs the last position only
-        logits = self.lm_head(x)  # (B, T, V)
-        return logits, cross_entropy(logits, targets)
-
-    def flops_per_token(self):
-        """As GPT's; an embedding that is not the head too is only looked up."""
-        c = self.config
-        looked_up = 0 if c.tie_embeddings else self.model.embed_tokens.weight.numel()
-        n = sum(p.numel() for p in self.parameters()) - looked_up
-        return 6 * n + 12 * c.n_layer * c.n_head * head_size(c) * c.block_size
+        return self.head_loss(x, self.lm_head, targets)
 
     def initial_value(self, name, shape, seed):
         """As GPT's; Hugging Face's Llama has the 0.02, without GPT-2's smaller branch ends."""

@@ -12,7 +12,7 @@ Model, an nn.Module with
     blocks                           the repeated layers in forward order: FSDP's units
     forward(idx, targets, cache)     -> (logits, loss); cache is only for sample.py
     initial_value(name, shape, seed) -> the whole starting value of a parameter
-    flops_per_token()                -> FLOPs of forward and backward
+    head_loss                        the function below, for forward to end in
 Parameters are registered in the order in which forward uses them. train.py builds the model on the
 meta device (names and shapes, no memory), shards it, and only then fills it with initial_value.
 There are no buffers: nobody would shard or fill them.
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -111,6 +112,7 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # tied: one tensor under two names
+        self.head_loss = head_loss
 
     @property
     def blocks(self):
@@ -136,15 +138,7 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x[:, [-1], :]), None  # generation needs the last position only
-        logits = self.lm_head(x)  # (B, T, V)
-        return logits, cross_entropy(logits, targets)
-
-    def flops_per_token(self):
-        """FLOPs of forward and backward for one token: 6 for each weight in a product (wpe is only
-        looked up), and 12 C T a layer for attention (PaLM, appendix B)."""
-        c = self.config
-        n = sum(p.numel() for p in self.parameters()) - self.transformer.wpe.weight.numel()
-        return 6 * n + 12 * c.n_layer * c.n_embd * c.block_size
+        return self.head_loss(x, self.lm_head, targets)
 
     def initial_value(self, name, shape, seed):
         """
@@ -187,16 +181,36 @@ def attend(q, k, v, dropout):
 
 
 def explicit_is_faster(device_type, dtype, T):
-    """Is attention faster written out? On CPUs in bf16 PyTorch's fused kernel is slow: at T = 64,
-    128 and 256 this takes 9%, 20% and 45% of its time (AMX). From T = 512 on and in fp32 it is
-    slower."""
+    """Is attention faster written out? On CPUs in bf16 it takes 9%, 20% and 45% of the fused
+    kernel's time at T = 64, 128 and 256 (AMX). From T = 512 on, and in fp32, it is slower."""
     return device_type == "cpu" and dtype == torch.bfloat16 and 1 < T <= 256
 
 
-def cross_entropy(logits, targets):
-    """Mean over targets (B, T) that are not -1; fp32, since a bf16 sum over V loses digits."""
+def head_loss(x, head, targets, chunks=0):
+    """
+    x (B, T, C), targets (B, T) -> logits (B, T, V), and the mean loss over targets that are not -1.
+
+    With chunks=N: no logits, and the loss in N pieces of the sequence, each computed again in
+    backward: 1 / N of the logits at a time. (F.linear_cross_entropy, in torch from 2.13 on, breaks
+    a compiled graph, and computes its gradients before float16's are scaled.)
+    """
+    if not chunks:
+        logits = head(x)
+        return logits, cross_entropy(logits, targets)
+    total = 0.0
+    for piece in zip(x.chunk(chunks, dim=1), targets.chunk(chunks, dim=1)):
+        total += checkpoint(sum_loss, head, *piece, use_reentrant=False, preserve_rng_state=False)
+    return None, total / (targets != -1).sum()
+
+
+def sum_loss(head, x, targets):
+    return cross_entropy(head(x), targets, reduction="sum")
+
+
+def cross_entropy(logits, targets, reduction="mean"):
+    """In fp32: a bf16 sum over V loses digits."""
     logits = logits.float().view(-1, logits.size(-1))
-    return F.cross_entropy(logits, targets.reshape(-1), ignore_index=-1)
+    return F.cross_entropy(logits, targets.reshape(-1), ignore_index=-1, reduction=reduction)
 
 
 def normal(shape, std, key):

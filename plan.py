@@ -25,14 +25,16 @@ import numpy as np
 import torch
 
 import fsdp
-from configurator import DTYPES, SHARDED, STRATEGIES, load_config, resolve
-from metrics import PEAK_FLOPS, optional
+from activations import keep_less
+from configurator import DTYPES, SHARDED, STRATEGIES, load_config, model_config, resolve
+from metrics import PEAK_FLOPS, flops_per_token, optional
 from ranks import World, run
 from rehearse import KINDS, rehearse, unit_parameters
 from train import meta_model, with_vocabulary
 
 GIB = 2**30
 FULL = 0.9  # of a GPU's memory: what is not counted needs room too
+COUNTED = {}  # FLOPs of a token
 
 
 def plan(cfg, size, machine):
@@ -45,7 +47,6 @@ def plan(cfg, size, machine):
     """
     cfg, world = place(cfg, size, machine)
     model = meta_model(cfg)
-    fsdp.freeze(model, cfg.freeze)
     timeline, marks = rehearse(cfg, world)
     total = timeline[:, 1:].sum(axis=1)  # on the device
     top = int(total.argmax())
@@ -55,7 +56,7 @@ def plan(cfg, size, machine):
     return dict(
         kept(model, cfg, world)[0], optimizer=peak["optimizer"], gathered=peak["gathered"],
         activations=peak["activations"], peak=total[top], host=host, sent=sum(moved),
-        seconds=step_seconds(flops(model, cfg, world), moved, machine),
+        seconds=step_seconds(flops(cfg, world) if machine.flops else 0, moved, machine),
         fits=total[top] <= FULL * machine.gpu_memory and host <= machine.host_memory,
         when=[where for start, where in marks if start < top][-1],
         strategy=cfg.strategy, timeline=timeline, marks=marks)
@@ -153,15 +154,15 @@ def sent(traffic, cfg, world, per_node):
     return tuple(amounts)
 
 
-def flops(model, cfg, world):
-    """FLOPs of a rank in a step; frozen weights spare a third of theirs, checkpointing adds."""
-    per_token = model.flops_per_token()
-    if cfg.activation_checkpointing == "full":  # all blocks' forward, a third of what they take
-        deeper = meta_model(replace(cfg, n_layer=cfg.n_layer + 1)).flops_per_token()
-        per_token += cfg.n_layer * (deeper - model.flops_per_token()) / 3
-    per_token -= 2 * sum(p.numel() for p in model.parameters() if not p.requires_grad)
+def flops(cfg, world):
+    """FLOPs of a rank in a step, with those of what is computed again for backward."""
+    keys = model_config(cfg), cfg.freeze, cfg.activation_checkpointing, cfg.loss_chunks
+    if repr(keys) not in COUNTED:  # counting takes seconds, and strategies do not change it
+        model = meta_model(cfg)
+        keep_less(model, replace(cfg, activation_offload=False), torch.device("meta"))
+        COUNTED[repr(keys)] = flops_per_token(model)
     tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size / world.size
-    return per_token * tokens
+    return COUNTED[repr(keys)] * tokens
 
 
 def step_seconds(work, moved, machine):
@@ -224,15 +225,23 @@ def advise(rows, cfg, size, machine):
         host = f", {row['host'] / GIB:.0f} GiB of host memory a node" if row["host"] else ""
         print(f"  {words}: {row['peak'] / GIB:.1f} GiB a GPU{host}", flush=True)
         if row["fits"]:
-            return f"nothing fits as it is; {words} does"
+            hint = " (with few micro-batches and a large batch_size)" if new.cpu_offload else ""
+            return f"nothing fits as it is; {words} does{hint}"
     return "nothing fits, whatever is changed: take more GPUs, or a smaller model or block_size"
 
 
 def ladder(cfg):
-    """Changes to try, the cheapest first: checkpointing, smaller batches, host memory."""
-    change = dict(activation_checkpointing="full")
+    """
+    Changes to try, the cheapest first: the loss in chunks, checkpointing, smaller batches (and so
+    more micro-batches), host memory. The last two are tried apart first: what is offloaded wants
+    few micro-batches and a large batch.
+    """
+    chunks = {} if cfg.loss_chunks else dict(loss_chunks=8)
+    change = dict(chunks, activation_checkpointing="full")
+    if chunks:
+        yield chunks
     if cfg.activation_checkpointing == "none" and not cfg.activation_offload:
-        yield dict(activation_checkpointing="selective")
+        yield dict(chunks, activation_checkpointing="selective")
     if cfg.activation_checkpointing != "full":
         yield change
     batch, smaller = cfg.batch_size, {}

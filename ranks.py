@@ -7,6 +7,7 @@ Processes: who am I among the ranks, how a run starts, and how it leaves.
     run(main, sys.argv[1:])                  # a user's mistake is one line and exit code 1
 """
 
+import functools
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+PATIENCE = timedelta(hours=12)  # of waits for one rank's disk or network
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,14 @@ def setup(device, backend):
         nccl = world.device.type == "cuda" and backend != "gloo"
         dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=fresh_store(),
                                 rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    patient_group()  # now, while all ranks are here
     return world
+
+
+@functools.cache
+def patient_group():
+    """The ranks as a group that waits for hours: while rank 0 writes a checkpoint, or downloads."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def fresh_store():
@@ -83,10 +93,10 @@ def print0(world, *args):
             sys.stdout = open(os.devnull, "w")
 
 
-def mean(x, world):
-    """The mean of tensor x over all ranks, in place (collective)."""
+def mean(x, world, patient=False):
+    """The mean of tensor x over all ranks, in place (collective). patient: disks are waited for."""
     if world.size > 1:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=patient_group() if patient else None)
         x /= world.size
     return x
 
@@ -96,7 +106,7 @@ def agree(world, value):
     if world.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=patient_group(), device=torch.device("cpu"))
     return box[0]
 
 
@@ -119,13 +129,13 @@ class StopSignal:
     SIGTERM, SIGINT and SIGHUP end the run on all ranks after this step or the next; a second one
     ends this rank immediately. The ranks agree by an all-reduce of one number beside each step.
     """
-    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, world):
         self.world, self.parent = world, os.getppid()
-        self.number, self.at, self.work = 0, 0.0, None
-        self.flag = torch.zeros(1)
-        self.before = {n: signal.signal(n, self.handle) for n in self.NUMBERS
+        self.number, self.at = 0, 0.0  # the first signal, and when it came
+        self.flag, self.work = torch.zeros(1), None  # what the ranks agree on
+        self.before = {n: signal.signal(n, self.handle)
+                       for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
                        if signal.getsignal(n) != signal.SIG_IGN}  # nohup ignores SIGHUP
 
     def handle(self, number, frame):
@@ -142,10 +152,8 @@ class StopSignal:
             self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
 
     def received(self):
-        """
-        After what start() came before: True on every rank or on none. SystemExit if the launcher
-        is gone: a new run may have taken over, so this one must not write any more.
-        """
+        """After what start() came before: True on every rank or on none. SystemExit if the launcher
+        is gone: a new run may have taken over, so this one must not write any more."""
         if self.work:
             self.work.wait()
             self.work = None

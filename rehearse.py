@@ -7,6 +7,7 @@ ranks, on fake tensors, which have shapes and no memory. A ledger notes what eac
 This holds for any model file and any key. All private parts of PyTorch that it needs are here.
 """
 
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def rehearse(cfg, world):
     if cfg.strategy == "ddp":
         cfg, world, micro_batches = replace(cfg, strategy="single"), replace(world, size=1), 2
     cfg = replace(cfg, gradient_accumulation_steps=micro_batches * world.size)
-    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
+    fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(world.device.type == "cuda")
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     try:
         with ExitStack() as stack:
@@ -93,6 +94,8 @@ def step(wrapped, model, cfg, world, ledger):
         p.grad = torch.empty_like(p) if p.requires_grad else None
     optimizer.step()  # makes its state
     label("optimizer", lambda p: optimizer.state.get(p))
+    for t in tree_leaves(list(optimizer.state.values())):
+        ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
     optimizer.zero_grad()
 
     def after_block(i, x):
@@ -117,6 +120,10 @@ def step(wrapped, model, cfg, world, ledger):
     return ledger.timeline()
 
 
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 class Ledger(TorchDispatchMode):
     """How many bytes each storage takes from when to when. What it is may turn out later."""
 
@@ -124,8 +131,10 @@ class Ledger(TorchDispatchMode):
         "fsdp.all_gather_copy_in.default": "gathered", "fsdp.chunk_cat.default": "gradients",
         "c10d._reduce_scatter_base_.default": "gradients"}
 
-    def __init__(self):
+    def __init__(self, pins):
+        """pins: is host memory pinned, where a GPU's copies begin or end?"""
         super().__init__()
+        self.pins = pins
         self.entries, self.changes, self.marks = {}, [], []
 
     def mark(self, where):
@@ -138,7 +147,8 @@ class Ledger(TorchDispatchMode):
             def freed(_):
                 entry = self.entries.pop(key)
                 self.changes.append((entry, -entry.size))
-            self.entries[key] = SimpleNamespace(size=0, kind="activations", ref=ref(storage, freed))
+            self.entries[key] = SimpleNamespace(
+                size=0, kind="activations", pinned=self.pins, ref=ref(storage, freed))
         entry = self.entries[key]
         if size != entry.size:
             self.changes.append((entry, size - entry.size))
@@ -149,8 +159,7 @@ class Ledger(TorchDispatchMode):
         """Say what the tensors of a pytree are; returns it."""
         for t in tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
-                t = t.to_local() if isinstance(t, DTensor) else t
-                entry = self.entry(t.untyped_storage())
+                entry = self.entry(local(t).untyped_storage())
                 entry.kind = min(entry.kind, kind, key=KINDS.index)
         return tensors
 
@@ -172,6 +181,8 @@ class Ledger(TorchDispatchMode):
     def timeline(self):
         changes = np.zeros((len(self.changes), len(KINDS)))
         for row, (entry, size) in zip(changes, self.changes):
+            if entry.pinned and entry.kind == "host" and size:  # PyTorch pins powers of two
+                size = math.copysign(1 << (abs(size) - 1).bit_length(), size)
             row[KINDS.index(entry.kind)] = size
         start = self.marks[0][0]  # row 0 is what there is before the step, row n after n changes
         return changes.cumsum(axis=0)[start - 1:], [(n - start, where) for n, where in self.marks]

@@ -14,6 +14,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdp
 from checkpoint import load
@@ -140,7 +141,10 @@ def main(argv):
     x = torch.tensor([prompt], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)
     t0 = time.time()
-    with fsdp.autocast(cfg, world.device):
+    # without cuDNN's attention, which H100s prefer: it makes a plan for each length of the cache
+    attention = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                             SDPBackend.MATH])
+    with fsdp.autocast(cfg, world.device), attention:
         for _ in range(args.num_samples):
             y = generate(model, x, args.max_new_tokens, args.temperature, args.top_k, vocab_size,
                          generator, args.use_cache)

@@ -146,16 +146,17 @@ FACTORS = dict(
     strategy=["ddp", "shard_grad_op", "full_shard", "hybrid_shard"], grad_sync=["every", "last"],
     activation_checkpointing=["none", "full", "selective"], activation_offload=[False, True],
     cpu_offload=[0.0, 0.5, 1.0], wrap_min_params=[0, 2000], prefetch_blocks=[0, 1, 2],
-    freeze=["", FREEZE], grad_clip=[0.0, 0.5], compile=[False, True])
+    freeze=["", FREEZE], grad_clip=[0.0, 0.5], compile=[False, True], loss_chunks=[0, 3])
 
 
 def allowed(keys):
     sharded_only = keys["cpu_offload"] or keys["wrap_min_params"] or keys["prefetch_blocks"]
     if keys["strategy"] == "ddp" and sharded_only:
         return False
-    if not keys["activation_offload"] or keys["activation_checkpointing"] == "full":
-        return True
-    return keys["activation_checkpointing"] == "none" and not keys["compile"]
+    recomputed = keys["activation_checkpointing"] != "none" or keys["loss_chunks"]
+    if keys["compile"] and (keys["activation_offload"] or keys["wrap_min_params"] and recomputed):
+        return False
+    return not keys["activation_offload"] or keys["activation_checkpointing"] != "selective"
 
 
 def pairwise():
@@ -525,7 +526,7 @@ def test_mechanisms_checkpointed_activations_are_recomputed(tmp):
 def case_calls(tmp, strategy):
     """Names of what is compiled, prefetches what in forward and backward, and is offloaded."""
     ahead = "set_modules_to_{}_prefetch"
-    with (patch.object(nn.Module, "compile", autospec=True) as compiled,
+    with (patch.object(torch, "compile", wraps=lambda function: function) as compiled,
           patch.object(FSDPModule, ahead.format("forward"), autospec=True) as forward,
           patch.object(FSDPModule, ahead.format("backward"), autospec=True) as backward,
           patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as shard,
@@ -533,8 +534,9 @@ def case_calls(tmp, strategy):
         keys = dict(prefetch_blocks=2, cpu_offload=0.5) if strategy in SHARDED else {}
         run = built(tmp, strategy=strategy, compile=True, **keys)
     names = {module: name for name, module in run.wrapped.named_modules()}
-    calls = []
-    for method in (compiled, forward, backward):
+    owners = [getattr(call.args[0], "__self__", "head_loss") for call in compiled.call_args_list]
+    calls = [[names.get(owner, owner) for owner in owners]]
+    for method in (forward, backward):
         modules = [(call.args[0], *sum(call.args[1:], [])) for call in method.call_args_list]
         calls.append([[names[m] for m in row] for row in modules])
     return *calls, [names[call.args[0]] for call in shard.call_args_list
@@ -545,10 +547,9 @@ def case_calls(tmp, strategy):
 def test_mechanisms_blocks_are_compiled_prefetched_and_offloaded(ranks, strategy):
     compiled, forward, backward, offloaded = values(ranks(2), f"calls-{strategy}")[0]
     h0, h1, h2 = (f"transformer.h.{i}" for i in range(3))
-    if strategy == "ddp":
-        assert (compiled, forward, backward, offloaded) == ([[""]], [], [], [])
-    else:
-        assert compiled == [[h0], [h1], [h2]]
+    assert strategy != "ddp" or (compiled, forward, backward, offloaded) == ([""], [], [], [])
+    if strategy != "ddp":
+        assert compiled == [h0, h1, h2, "head_loss"]
         assert forward == [[h0, h1, h2], [h1, h2], [h2]]
         assert backward == [[h0], [h1, h0], [h2, h1, h0]]
         assert offloaded == [h1]

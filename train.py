@@ -13,16 +13,16 @@ import math
 import os
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 import checkpoint
 import fsdp
-from configurator import config_class, help_text, load_config, model_config, model_file, resolve
+from configurator import help_text, load_config, model_config, model_file, resolve, with_model
 from data.loader import Batches, data_dir, read_meta
-from metrics import Metrics, peak_flops, peak_memory
+from metrics import Metrics, describe, duration, flops_per_token, peak_flops, peak_memory
 from model import derive_seed
 from optimizer import learning_rate_at, make_optimizer
 from outdir import claim
@@ -32,9 +32,11 @@ from ranks import StopSignal, from_rank0, mean, print0, run, setup
 
 
 def meta_model(cfg):
-    """The config's model on the meta device: names and shapes, no memory, no values."""
+    """The config's model on the meta device: names, shapes, what trains; no memory, no values."""
     with torch.device("meta"):
-        return model_file(cfg.model).Model(model_config(cfg))
+        model = model_file(cfg.model).Model(model_config(cfg))
+    fsdp.freeze(model, cfg.freeze)
+    return model
 
 
 def build(cfg, world, source=None):
@@ -42,7 +44,10 @@ def build(cfg, world, source=None):
     (wrapped, model, optimizer): call `wrapped`, read names from `model`. All ranks. The order of
     these steps matters.
     """
-    model = meta_model(cfg)  # 1) names and shapes
+    if cfg.cpu_offload:  # the CPU updates what is offloaded; torchrun gave it one thread
+        torch.set_num_threads(max(1, os.cpu_count() // world.local_size))
+    # 1) what trains too: FSDP2 groups parameters, and DDP builds its buckets, by requires_grad
+    model = meta_model(cfg)
     wrapped = fsdp.parallelize(model, cfg, world)  # 2) shard, and allocate this rank's rows
     optimizer = make_optimizer(model, cfg)  # 3) before any forward gathers parameters
     if source:  # 4) values
@@ -78,15 +83,9 @@ def with_vocabulary(cfg, source=None):
 
 
 def with_architecture(cfg, source):
-    """cfg with the model of a checkpoint and its sizes; dropout stays this run's choice."""
+    """cfg with the model of a checkpoint, and its sizes."""
     name = source.header["config"].get("model", "gpt2")
-    cls = config_class(name)
-    sizes = {k: v for k, v in source.header["model_args"].items() if k != "dropout"}
-    keys = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    try:
-        return cls(**{**keys, **sizes, "model": name})
-    except (TypeError, ValueError) as e:  # a key of another model, sizes that do not fit together
-        raise SystemExit(f"{source.path}: {e}")
+    return with_model(cfg, name, source.header["model_args"])
 
 
 # ---------- one step ----------------------------------------------------------
@@ -151,16 +150,6 @@ def require_finite(value, what, step, cfg):
             f"(now {cfg.dtype}); the last checkpoint in {cfg.out_dir} is untouched")
 
 
-def perplexity(loss):
-    return math.exp(min(loss, 700.0))  # exp overflows from 710 on
-
-
-def duration(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f}s"
-    return f"{seconds / 60:.1f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
-
-
 # ---------- the run -----------------------------------------------------------
 
 
@@ -180,6 +169,8 @@ def train(cfg):
         cfg = with_vocabulary(cfg, source)
         if source:
             checkpoint.check(source, cfg)
+            for line in checkpoint.changed(source, cfg):
+                print0(world, line)
             step, best_val_loss = source.header["iter_num"], source.header["best_val_loss"]
     batches = Batches(cfg, world)
     wrapped, model, optimizer = build(cfg, world, source)
@@ -189,8 +180,7 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     run_id = lock = saver = None
     if not cfg.eval_only:  # which leaves everything as it is
-        resumed = source if cfg.init_from in OWN else None
-        run_id, lock = claim(cfg, resumed, world)
+        run_id, lock = claim(cfg, source if cfg.init_from in OWN else None, world)
         if cfg.checkpoint == "sharded":
             saver = checkpoint.ShardedSaver(cfg.out_dir, cfg.keep_checkpoints, world)
     metrics = Metrics(cfg, world, run_id, step)
@@ -209,7 +199,7 @@ def train(cfg):
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     stop = StopSignal(world)
     peak = peak_flops(world.device)
-    flops_per_step = model.flops_per_token() * tokens_per_step
+    flops_per_step = flops_per_token(meta_model(cfg)) * tokens_per_step
     batch = batches.train(step, 0)
     first_step, lossf = step, float("nan")
     t_start = time.time()
@@ -224,8 +214,7 @@ def train(cfg):
             val = losses["val"]
             print0(world, f"step {step}: train loss {losses['train']:.4f}, val loss {val:.4f}")
             require_finite(val, "validation loss", step, cfg)
-            metrics.write(dict(iter=step, train_loss=losses["train"], val_loss=val,
-                               val_perplexity=perplexity(val)))
+            metrics.write(dict(iter=step, train_loss=losses["train"], val_loss=val))
             improved = val < best_val_loss
             best_val_loss = min(best_val_loss, val)
             wanted = improved or cfg.always_save_checkpoint
@@ -268,9 +257,9 @@ def train(cfg):
                           f"norm {norm:.2f}, mem {memory / 2**30:.2f}GiB, "
                           f"{duration(dt * (cfg.max_iters - step - 1))} left")
             metrics.write(dict(
-                iter=step, loss=lossf, perplexity=perplexity(lossf), grad_norm=norm.item(),
-                lr=optimizer.param_groups[0]["lr"], time_ms=dt * 1000, tokens_per_s=tokens_per_s,
-                mfu=mfu, loss_scale=scale, peak_memory=memory, wall_s=now - t_start))
+                iter=step, loss=lossf, grad_norm=norm.item(), lr=optimizer.param_groups[0]["lr"],
+                time_ms=dt * 1000, tokens_per_s=tokens_per_s, mfu=mfu, loss_scale=scale,
+                peak_memory=memory, wall_s=now - t_start))
         step += 1
 
     # --- leave ---
@@ -280,27 +269,6 @@ def train(cfg):
     stop.restore()
     del lock  # from here on the directory is free
     return lossf
-
-
-def describe(cfg, model, batches, tokens_per_step, source, world):
-    """The lines that head a run's output."""
-    n = sum(p.numel() for p in model.parameters())
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    epoch = len(batches.files["train"]) * cfg.block_size / tokens_per_step
-    yield (f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
-           f"{world.device.type}, {cfg.dtype}, {tokens_per_step:,} tokens a step, "
-           f"epoch = {epoch:,.0f} steps")
-    if frozen:
-        yield (f"{frozen:,} parameters are frozen: no gradients, no optimizer state, "
-               f"{frozen * 12 / 2**20:.1f} MiB less before sharding")
-    if source:
-        step = source.header["iter_num"]
-        yield f"starting from {source.path} at step {step}"
-        changed = checkpoint.changed(source, cfg)
-        if changed and cfg.init_from in OWN:
-            yield f"this run differs from that one: {changed}"
-        if step >= cfg.max_iters:
-            yield f"nothing left to train: max_iters={cfg.max_iters}; raise --max_iters to continue"
 
 
 def main(argv):

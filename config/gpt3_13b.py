@@ -10,6 +10,7 @@ out_dir = 'out-gpt3-13b'
 dataset = 'fineweb_edu'
 strategy = 'full_shard'
 activation_checkpointing = 'full'
+loss_chunks = 8  # logits: 12 * 4 * 2048 * 50,304 = 4.9 GB whole, an eighth of it in pieces
 
 n_layer = 40
 n_head = 40  # GPT-3's table has 5140 / 40, which no head size divides

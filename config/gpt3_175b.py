@@ -10,6 +10,7 @@ dataset = 'fineweb_edu'
 strategy = 'hybrid_shard'
 shard_group_size = 128
 activation_checkpointing = 'full'
+loss_chunks = 8  # logits: 12 * 1 * 2048 * 50,304 = 1.2 GB whole, an eighth of it in pieces
 
 n_layer = 96
 n_head = 96

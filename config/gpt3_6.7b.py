@@ -8,6 +8,7 @@ out_dir = 'out-gpt3-6.7b'
 dataset = 'fineweb_edu'
 strategy = 'full_shard'
 activation_checkpointing = 'selective'
+loss_chunks = 8  # logits: 12 * 4 * 2048 * 50,304 = 4.9 GB whole, an eighth of it in pieces
 
 n_layer = 32
 n_head = 32

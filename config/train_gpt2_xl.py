@@ -8,6 +8,7 @@ out_dir = 'out-gpt2-xl'
 dataset = 'openwebtext'
 strategy = 'full_shard'
 activation_checkpointing = 'selective'
+loss_chunks = 8  # logits: 12 * 8 * 1024 * 50,304 = 4.9 GB whole, an eighth of it in pieces
 
 n_layer = 48
 n_head = 25

@@ -22,7 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -284,17 +287,18 @@ def run_training(tmp, name, **overrides):
     """A whole run on these ranks, as the command would; returns its logged steps."""
     out = os.path.join(tmp, name)
     cfg = load_config([], tiny(tmp, out_dir=out, **overrides))
-    if cfg.compile:  # this backend traces like any other and needs no compiler
-        compile_module, which = torch.nn.Module.compile, shutil.which
-        torch.nn.Module.compile = lambda self: compile_module(self, backend="aot_eager")
-        shutil.which = lambda name: name  # so resolve() finds a compiler
-    try:
+    with no_compiler():
         train.train(cfg)
-    finally:
-        if cfg.compile:
-            torch.nn.Module.compile, shutil.which = compile_module, which
-            torch._dynamo.reset()
     return [r for r in read_metrics(out) if "loss" in r]
+
+
+@contextmanager
+def no_compiler():
+    """Compile by a backend that traces like any other and needs no C++ compiler."""
+    with (patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+          patch.object(shutil, "which", lambda name: name)):  # so resolve() finds one
+        yield
+    torch._dynamo.reset()
 
 
 def make_data(path, vocab=67, n=6000, seed=0, **meta):

@@ -514,9 +514,8 @@ def test_run_resumed_otherwise_says_what_differs(tmp):
     assert "differs" not in p.stdout
     run.update(max_iters=4, seed=7, batch_size=3, beta2=0.9)
     p = launch(1, arguments(tmp, out, **run))
-    line = "this run differs from that one: batch_size=3 (was 2), seed=7 (was 1337), " \
-           "beta2=0.9 (was 0.95)\n"
-    assert line in p.stdout
+    assert f"this run differs from that of {out}/ckpt.pt: " in p.stdout
+    assert ": batch_size=3 (was 2), seed=7 (was 1337), beta2=0.9 (was 0.95)\n" in p.stdout
 
 
 def test_run_resumed_with_another_vocabulary_names_a_remedy_that_works(tmp):

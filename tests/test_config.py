@@ -12,6 +12,7 @@ import re
 import sys
 
 import pytest
+import torch
 from harness import HERE, python, tiny
 
 import train
@@ -197,6 +198,9 @@ FULL = dict(strategy="full_shard")
      "full or none"),
     (TWO, dict(**FULL, backend="nccl"), "NCCL"),
     (ONE, dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
+    (World(size=2, local_size=2, device=torch.device("cuda", 0)),
+     dict(**FULL, cpu_offload=0.5, dtype="float16"), "use --dtype=bfloat16 or float32"),
+    (TWO, dict(**FULL, wrap_min_params=9, compile=True, loss_chunks=2), "--wrap_min_params=0"),
     (ONE, dict(strategy="single", grad_sync="last"), "grad_sync"),
 ])
 def test_config_combination_without_meaning_is_one_clear_line(tmp, world, overrides, message):

@@ -170,9 +170,6 @@ class Model(nn.Module):
             x = block(x)
         logits = self.head(x)
         return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    def flops_per_token(self):
-        return 6 * sum(p.numel() for p in self.parameters()) + 12 * self.config.n_layer
 """
 
 
@@ -200,9 +197,9 @@ def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
     """At rest 16 bytes a parameter, rows rounded up to the ranks'; the same by two ways."""
     cfg, world = placed(size, "--vocab_size=1000", *argv)
     model = train.meta_model(cfg)
-    fsdp.freeze(model, cfg.freeze)
     device, host = plan.kept(model, cfg, world)
-    timeline, marks = plan.rehearse(cfg, world)
+    # on a CPU: what a GPU copies from is pinned, and more than the formula
+    timeline, marks = plan.rehearse(cfg, replace(world, device=torch.device("cpu")))
     counters = 4 * len(list(model.parameters()))  # AdamW counts its steps
     for n, where in (marks[0], marks[-1]):  # before the step, and before the optimizer's
         at, gradients = dict(zip(plan.KINDS, timeline[n])), where == "optimizer"
@@ -308,10 +305,49 @@ def test_plan_offload_separates_device_and_host():
     assert none["peak"] > half["peak"] > all_["peak"] and none["host"] == 0
     assert all_["parameters"] == all_["gradients"] == all_["optimizer"] == 0
     state = 8 * sum(none[kind] for kind in ("parameters", "gradients", "optimizer"))
-    assert state <= all_["host"] <= 1.15 * state  # 8 ranks share a node's; copies on their way
+    assert state <= all_["host"] <= 2 * state  # 8 ranks share a node's; copies; pinned memory
     x = 1 * 64 * 1536 * 2
-    assert saved["host"] == 8 * 3 * x  # full checkpointing keeps each block's input, in bf16
+    assert saved["host"] == 8 * 3 * 2**18 > 8 * 3 * x  # each block's input, in bf16
     assert 0 < none["peak"] - saved["peak"] <= 3 * x
+
+
+def test_plan_pinned_host_memory_is_powers_of_two():
+    """Parameters, gradients and activations of what is offloaded, each tensor; not the moments."""
+    sizes = ["--n_layer=2", "--n_head=3", "--n_embd=384", "--block_size=96", "--bias=False"]
+    cfg, world = placed(2, "--vocab_size=1000", "--cpu_offload=1", *sizes)
+    timeline, marks = plan.rehearse(cfg, world)
+    pinned = moments = 0
+    for p in train.meta_model(cfg).parameters():
+        own = 4 * math.ceil(len(p) / 2) * p[0].numel()
+        pinned += 2 ** math.ceil(math.log2(own))
+        moments += 2 * own
+    host = [timeline[n, 0] for n, where in marks if where in ("forward", "optimizer")]
+    counters = 4 * len(list(train.meta_model(cfg).parameters()))
+    assert 0 <= host[0] - pinned - moments <= counters
+    assert 0 <= host[-1] - 2 * pinned - moments <= counters
+    one = "--strategy=single", "--activation_offload=True", "--activation_checkpointing=full"
+    x = 4 * 96 * 384 * 4  # 589,824 bytes, pinned as 2^20; autocast keeps it fp32
+    assert row(1, *sizes, *one, "--compile=False")["host"] == 2 * 2**20 > 2 * x
+
+
+def test_plan_loss_chunks_lower_gpt2_xls_peak_by_the_logits():
+    """Of 12 bytes for each token and symbol, and 2 of bf16 logits, an eighth is left. Two of its
+    blocks: the logits do not depend on how many there are."""
+    argv = ["config/train_gpt2_xl.py", "--n_layer=2", "--gradient_accumulation_steps=8"]
+    cfg = load_config(argv)
+    assert cfg.loss_chunks == 8  # the config has it on
+    losses, peaks = [], []
+    for chunks in (0, 8):
+        timeline, marks = plan.rehearse(*plan.place(replace(cfg, loss_chunks=chunks), 8, MACHINE))
+        start = {where: n for n, where in marks}
+        head = timeline[start["forward, head"]:start["backward, block 1"], 1:].sum(axis=1)
+        losses.append(head.max() - head[0])
+        peaks.append(timeline[:, 1:].sum(axis=1).max())
+    logits = 8 * 1024 * 50304
+    assert 12 <= losses[0] / logits <= 14.2
+    gradients = 2 * 2 * 50304 * 1600  # of the head, in bf16: the sum so far and a chunk's
+    assert 12 / 8 <= losses[1] / logits <= 14.2 / 8 + gradients / logits
+    assert peaks[0] - peaks[1] >= 0.8 * 12 * 7 / 8 * logits  # then the peak is elsewhere
 
 
 def test_plan_cpus_and_gpus_attention_differ():
@@ -376,14 +412,15 @@ def test_plan_flops_count_recomputation_and_frozen_parameters():
     cfg, world = placed(1, "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=32",
                         "--batch_size=1", "--strategy=single", "--vocab_size=50304")
     head, blocks, T = 50304 * 64, 2 * 12 * 64**2, 32
-    base = (6 * (head + blocks + 5 * 64) + 12 * 2 * 64 * T) * T  # 5: the LayerNorms' weights
-    model = train.meta_model(cfg)
-    assert plan.flops(model, cfg, world) == base
+    base = (6 * (head + blocks) + 12 * 2 * 64 * T) * T
+    assert plan.flops(cfg, world) == base
     again = replace(cfg, activation_checkpointing="full")
-    expected = base + (2 * (blocks + 4 * 64) + 4 * 2 * 64 * T) * T
-    assert plan.flops(model, again, world) == pytest.approx(expected)
-    fsdp.freeze(model, "mlp")
-    assert plan.flops(model, cfg, world) == base - 2 * (2 * 8 * 64**2) * T
+    last = 2 * 4 * 64**2  # the blocks' last product: nothing in them needs its output
+    assert plan.flops(again, world) == base + (2 * (blocks - last) + 4 * 2 * 64 * T) * T
+    again = replace(cfg, loss_chunks=4)
+    assert plan.flops(again, world) == base + 2 * head * T
+    frozen = replace(cfg, freeze="mlp")
+    assert plan.flops(frozen, world) == base - 2 * (2 * 8 * 64**2) * T
 
 
 # -----------------------------------------------------------------------------
@@ -402,14 +439,15 @@ SHALLOW = "--n_layer=4", "--block_size=512", "--n_head=16", "--n_embd=2048"
     (["--n_layer=2", "--gpu_memory=80"], r"^take --strategy=single: the fastest that fits"),
     (["--world_size=8", *SHALLOW, "--gpu_memory=14"], r"^take --strategy=ddp: .*, by the bytes"),
     (["--world_size=8", *SHALLOW, "--gpu_memory=9"], r"^take --strategy=shard_grad_op: "),
-    (["--world_size=8", *SHALLOW, "--gpu_memory=6.2"],
-     r"--activation_checkpointing=selective does$"),
-    (["--world_size=8", *SHALLOW, "--gpu_memory=4"],
+    (["--world_size=8", *SHALLOW, "--gpu_memory=6.2"], r"--loss_chunks=8 does$"),
+    (["--world_size=8", *SHALLOW, "--gpu_memory=3"],
+     r"--loss_chunks=8 --activation_checkpointing=selective does$"),
+    (["--world_size=8", *SHALLOW, "--gpu_memory=2"],
      r"--activation_checkpointing=full --batch_size=6 --gradient_accumulation_steps=80 does$"),
     (["--world_size=8", *SHALLOW, "--activation_offload=True", "--compile=False",
-      "--gpu_memory=4"], r"--activation_checkpointing=full.* does$"),
+      "--gpu_memory=2.2", "--host_memory=8"], r"--activation_checkpointing=full does$"),
     ([*SHALLOW, "--batch_size=1", "--gpu_memory=4", "--host_memory=64"],
-     r"--strategy=full_shard --activation_checkpointing=full --cpu_offload=0\.\d does$"),
+     r"=full_shard .*--activation_checkpointing=full --cpu_offload=0\.\d does \(with few micro-b"),
     ([*SHALLOW, "--batch_size=1", "--gpu_memory=4", "--host_memory=1"],
      r"^nothing fits, whatever is changed"),
     ([*SHALLOW, "--gpu_memory=0.1"], r"take more GPUs, or a smaller model or block_size$"),
@@ -420,7 +458,8 @@ def test_plan_advice_is_the_smallest_change_that_fits(capsys, argv, message):
     rehearsed = [line for line in lines if line.startswith("  --")]
     sizes = [float(size) for line in rehearsed for size in re.findall(r"([\d.]+) GiB a GPU", line)]
     limit = plan.FULL * float([a for a in argv if "gpu_memory" in a][0].split("=")[1])
-    if sizes and "--host_memory=1" not in argv:  # the last one fits, and none before it
+    host_is_short = {"--host_memory=1", "--host_memory=8"} & set(argv)
+    if sizes and not host_is_short:  # the last one fits, and none before it
         assert all(size > limit * 0.99 for size in sizes[:-1])
         assert "smaller model" in lines[-1] or sizes[-1] <= limit * 1.01
 

@@ -126,6 +126,24 @@ def test_readme_commands_run(tmp_path):
             assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
 
 
+def test_readme_gpu_commands_run_small_on_a_cpu(tmp):
+    """Every python and torchrun command of docs/gpu.md, but nanoGPT's own and float8's."""
+    text = read("docs/gpu.md").replace("\\\n", " ")
+    commands = re.findall(r"^(?:torchrun|python) .*(?:bench|plan)\.py .*", text, re.M)
+    assert len(commands) == 7
+    tiny_sizes = " ".join([*SHORT[3:], "--gradient_accumulation_steps=1",
+                           f"--dataset={os.path.join(tmp, 'toy')}"])
+    for command in commands:
+        if "float8" in command:
+            continue
+        command = re.sub(r"--json=\S+", "", command)
+        if "bench" in command:
+            command = command.replace("bench.py", "bench.py --steps=1")
+        p = shell("bash", "-c", f"{command} {tiny_sizes}", timeout=180,
+                  env={"PATH": os.path.dirname(sys.executable) + ":" + os.environ["PATH"]})
+        assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
+
+
 # -----------------------------------------------------------------------------
 # config/ and data/
 
@@ -211,7 +229,8 @@ def imported(statements):
 IMPORTS = {name: imported(nodes(path, (ast.Import, ast.ImportFrom)))
            for name, path in PRODUCT.items()}
 LAYERS = [
-    {"model", "llama", "configurator", "ranks"} | {name for name in PRODUCT if "." in name},
+    {"model", "llama", "activations", "configurator", "ranks"}
+    | {name for name in PRODUCT if "." in name},
     {"fsdp", "outdir"},
     {"checkpoint", "optimizer", "metrics", "huggingface"},
     {"train"},
@@ -242,7 +261,8 @@ def test_house_models_and_foundations_import_almost_nothing_of_the_project():
     data = {name for name in PRODUCT if name.startswith("data.")}
     for name in data:
         assert IMPORTS[name] <= data, name
-    assert IMPORTS["fsdp"] <= {"configurator", "model", "ranks"} | data
+    assert IMPORTS["activations"] == set()
+    assert IMPORTS["fsdp"] <= {"activations", "configurator", "model", "ranks"} | data
     assert "plan" not in IMPORTS["train"]
 
 
