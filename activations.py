@@ -44,7 +44,7 @@ def keep_less(model, cfg, device):
 def keep_products(ctx, op, *args, **kwargs):
     # not baddbmm: the T x T scores of attention that is written out
     products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
-    expensive = op.overloadpacket in products or "_scaled_dot_product" in str(op)
+    expensive = op.overloadpacket in products or "_scaled_" in str(op)  # attention, float8
     return getattr(recompute.CheckpointPolicy, "MUST_SAVE" if expensive else "PREFER_RECOMPUTE")
 
 

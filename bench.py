@@ -23,7 +23,7 @@ from time import perf_counter
 import torch
 from torch.utils.benchmark import Timer
 
-from configurator import load_config, resolve
+from configurator import DTYPES, load_config, resolve
 from data.loader import Batches
 from metrics import flops_per_token, optional, peak_flops, peak_host_memory, peak_memory, read_rows
 from ranks import print0, run, setup
@@ -78,7 +78,7 @@ def matmul_rate(device, dtype):
 def report(names, configs, times, world):
     """Print the table and return its rows; flops, mfu and of_matmul are those of one device."""
     memory, host, peak = peak_memory(world.device), peak_host_memory(), peak_flops(world.device)
-    rates = {c.dtype: matmul_rate(world.device, getattr(torch, c.dtype)) for c in configs}
+    rates = {c.dtype: matmul_rate(world.device, DTYPES[c.dtype]) for c in configs}
     width, rows = max(map(len, names)), []
     print0(world, " " * width, " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate"
                                "  MiB peak  MiB host  ratio to the first")

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+import float8
 from configurator import Config, model_config
 from fsdp import gather_full, reshard, scatter_full, tied_names
 from outdir import atomic, first_line, writing
@@ -44,7 +45,7 @@ def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as sharded; ties once."""
     tensors = {}
     for name, p in model.named_parameters():
-        tensors[f"model.{name}"] = p.detach()
+        tensors[f"model.{name}"] = float8.plain(p.detach())
         state = optimizer.state.get(p, {}) if optimizer else {}
         tensors.update({f"{key}.{name}": value for key, value in state.items()})
     return tensors
@@ -304,9 +305,10 @@ def broken(path, offset, length):
 
 
 def check(source, cfg):
-    """Does the checkpoint match this model? SystemExit with key, both values and the remedy."""
-    ours = {"model": cfg.model, **asdict(model_config(cfg))}
-    theirs = {"model": source.header["config"].get("model", "gpt2"), **source.header["model_args"]}
+    """Does the checkpoint match this run? SystemExit with key, both values and the remedy."""
+    before = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}  # nanoGPT's
+    ours = {"model": cfg.model, "optimizer": cfg.optimizer, **asdict(model_config(cfg))}
+    theirs = {**source.header["model_args"], **{k: before[k] for k in ("model", "optimizer")}}
     for key in ours.keys() & theirs.keys() - {"dropout"}:
         cropped = key == "block_size" and ours[key] < theirs[key] and not source.sharded
         if ours[key] != theirs[key] and not cropped:

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
 STRATEGIES = ("single", "ddp") + SHARDED
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+          "float8": torch.bfloat16}  # float8 is for the blocks' linear layers; the rest is bf16
 
 # A key's type says what it may be: (Python type, test, what an error says).
 Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
@@ -69,7 +70,10 @@ class Config:
     # --- model
     model: str = "gpt2"  # gpt2 is model.py, any other NAME is NAME.py: see the header of model.py
     freeze: str = ""  # parameters whose name matches do not train, e.g. 'wte|wpe|h\.[0-9]\.'
-    # --- optimizer: AdamW
+    # --- optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices by Muon, at the same
+    #   learning rate; the rest by AdamW
+    momentum: BelowOne = 0.95  # muon's
     learning_rate: float = 6e-4  # the peak
     max_iters: int = 600000  # steps
     weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
@@ -83,7 +87,8 @@ class Config:
     # --- system
     device: Device = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
     dtype: Literal[("auto", *DTYPES)] = "auto"  # compute type; parameters stay fp32.
-    #   float32, bfloat16, float16 (scales the loss); auto: the fastest safe one of the device
+    #   float32, bfloat16, float16 (scales the loss); auto: the fastest safe one of the device;
+    #   float8: the blocks' linear layers in 8 bits, the rest bfloat16 (H100; pip install torchao)
     compile: bool = True  # torch.compile: a minute at the start, then faster; off for short runs
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     # --- sharding
@@ -91,8 +96,8 @@ class Config:
     #   single, ddp, shard_grad_op (ZeRO-2), full_shard (ZeRO-3), hybrid_shard (sharded in a group
     #   of ranks, replicated across groups)
     shard_group_size: int = 0  # hybrid_shard: ranks that share one copy; 0: the ranks of a node
-    reduce_dtype: Literal[tuple(DTYPES)] = "float32"  # type in which ranks sum their gradients;
-    #   bfloat16 or float16 halve that traffic and cost accuracy
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # type in which ranks
+    #   sum their gradients; bfloat16 or float16 halve that traffic and cost accuracy
     wrap_min_params: int = 0  # 0: an FSDP unit per block. N: any module of at least N parameters
     cpu_offload: Fraction = 0.0  # of the blocks: parameters, gradients, optimizer in host memory.
     #   Take few micro-batches and a large batch_size: from the second micro-batch on gradients are
@@ -276,6 +281,10 @@ def conflicts(c, world, distributed):
         *[(key, getattr(c, key) and not sharded,
            "only sharded strategies have it; use --strategy=full_shard")
           for key in ("cpu_offload", "wrap_min_params", "prefetch_blocks")],
+        ("dtype", c.dtype == "float8" and strategy == "ddp",
+         "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
+        ("cpu_offload", c.cpu_offload and c.dtype == "float8",
+         "float8's scales need all weights in one memory; use --dtype=bfloat16"),
         ("reduce_dtype", c.reduce_dtype != "float32" and single,
          "one process reduces nothing; use --reduce_dtype=float32"),
         ("grad_sync", c.grad_sync != "auto" and single,

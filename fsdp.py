@@ -8,8 +8,7 @@ FSDP2 in one file. A model on the meta device becomes single, DDP or sharded:
     gather_full, write_full, scatter_full       # whole tensors out and in, for checkpoints
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and their
-gradients reduced, in one collective. docs/fsdp.md walks through a step, and has a table of what
-each strategy keeps and sends.
+gradients reduced, in one collective. docs/fsdp.md walks through a step.
 """
 
 import re
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import float8
 from activations import keep_less
 from configurator import DTYPES, SHARDED
 
@@ -35,12 +35,12 @@ def parallelize(model, cfg, world):
     if buffers:
         raise SystemExit(f"the model has a buffer, {buffers[0]}: nobody would shard or fill it; "
                          "compute it in forward, or make it a parameter that does not train")
+    float8.convert(model, cfg, world)
     # a) checkpoint activations inside of what is compiled and sharded: recomputation then runs
     #    between FSDP's backward hooks, with the unit's parameters gathered
     keep_less(model, cfg, world.device)
-    if cfg.strategy in SHARDED:
-        return shard(model, cfg, world)
-    return replicate(model, cfg, world)
+    wrap = shard if cfg.strategy in SHARDED else replicate
+    return wrap(model, cfg, world)
 
 
 def shard(model, cfg, world):
@@ -222,8 +222,7 @@ def clip_grad_norm(model, max_norm, world):
     """Scale the gradients to a global 2-norm of at most max_norm (0: leave them). Returns the norm
     before that, a 0-d tensor on world.device (collective)."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    # local shards, at most ceil(rows / ranks) rows each: torch.nn.utils.clip_grad_norm_ takes
-    # DTensors, but not some on the GPU and some in host memory
+    # local shards: clip_grad_norm_ takes DTensors, but not some of them in host memory
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     norm = torch.nn.utils.get_total_norm(local).to(world.device)
     if isinstance(model, FSDPModule):

@@ -84,8 +84,9 @@ def describe(cfg, model, batches, tokens_per_step, source, world):
            f"{world.device.type}, {cfg.dtype}, {tokens_per_step:,} tokens a step, "
            f"epoch = {epoch:,.0f} steps")
     if frozen:
-        yield (f"{frozen:,} parameters are frozen: no gradients, no optimizer state, "
-               f"{frozen * 12 / 2**20:.1f} MiB less before sharding")
+        yield f"{frozen:,} parameters are frozen: no gradients, no optimizer state"
+    if cfg.dtype == "float8" and world.device.type == "cpu":
+        yield "float8 is emulated on a CPU: the same rounding, but slow"
     if source:
         step = source.header["iter_num"]
         yield f"starting from {source.path} at step {step}"

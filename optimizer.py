@@ -1,5 +1,5 @@
 """
-What turns gradients into steps: AdamW's parameter groups and the learning-rate schedule.
+What turns gradients into steps: AdamW, or Muon for the blocks' matrices; the learning rate.
 
     optimizer = make_optimizer(model, cfg)   # after sharding, before the first forward
     lr = learning_rate_at(step, cfg)
@@ -8,22 +8,135 @@ What turns gradients into steps: AdamW's parameter groups and the learning-rate 
 import math
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import float8
+from configurator import DTYPES
 
 
 def make_optimizer(model, cfg):
     """
     AdamW over the trainable parameters: matrices and embeddings decay, vectors do not (nanoGPT's
-    two groups, in its order). Each rank updates its rows: the update must be elementwise. Call it
-    before any forward, which would leave gathered copies as the root's parameters.
+    two groups, in its order). With muon, the blocks' matrices are a group of their own before them.
+    Call it before any forward, which would leave gathered copies as the root's parameters.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    hidden = hidden_matrices(model, cfg)
+    decayed = [p for p in trained if p.dim() >= 2 and p not in hidden]
+    groups = [{"params": decayed, "weight_decay": cfg.weight_decay},
+              {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
     # fused: one kernel, where the other variants make a dozen temporaries as large as the model
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.learning_rate,
-                             betas=(cfg.beta1, cfg.beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
+                              fused=True)
+    optimizer = Muon(hidden, adamw, cfg) if hidden else adamw
+    if cfg.dtype == "float8":
+        float8.scale_each_step(model, optimizer)
+    return optimizer
+
+
+# ---------- Muon --------------------------------------------------------------
+
+# float16's range is too small for gradients whose scale is gone
+MUON_DTYPES = {**DTYPES, "float16": torch.float32}
+
+
+def hidden_matrices(model, cfg):
+    """{parameter: None} of those that Muon updates: what trains and is 2-D inside the blocks."""
+    params = model.blocks.parameters() if cfg.optimizer == "muon" else ()
+    return dict.fromkeys(p for p in params if p.requires_grad and p.dim() == 2)
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Muon (Jordan et al. 2024) for the matrices, `adamw` for its own groups. Muon's updates get the
+    size of AdamW's (0.2 a number: Liu et al. 2025), so one learning rate serves both.
+
+    An update needs the whole matrix, and a rank keeps some rows of it and of its momentum. So each
+    matrix has an owner: it is sent the rows, orthogonalizes once, and sends the rows back. That is
+    two all-to-alls a step for all matrices together, and the work is divided among all ranks.
+    """
+
+    def __init__(self, matrices, adamw, cfg):
+        group = dict(params=matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay,
+                     momentum=cfg.momentum)
+        super().__init__([group, *adamw.param_groups], {})
+        adamw.state = self.state
+        self.adamw, self.dtype = adamw, MUON_DTYPES[cfg.dtype]
+
+    @torch.no_grad()
+    def step(self):
+        """Update all parameters (all ranks: collective)."""
+        self.adamw.step()
+        group = self.param_groups[0]
+        trained = [p for p in group["params"] if p.grad is not None]
+        mesh = getattr(trained[0], "device_mesh", None)
+        device = mesh.device_type if mesh else trained[0].device  # for offloaded rows too
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        near = mesh.get_group("shard") if mesh else None
+        g = near.size() if mesh else 1  # neighbours share a copy of the model
+        first = rank // g * g
+
+        # this rank's rows, by owner; the last shards are padded to the size of the first
+        shares = divide(trained, world)
+        size = {p: math.ceil(len(p) / g) * p.shape[1] for share in shares for p in share}
+        n = [sum(size[p] for p in share) for share in shares]
+        flat = torch.zeros(sum(n), device=device, dtype=self.dtype)
+        pieces = dict(zip(size, flat.split(list(size.values()))))
+        for p, piece in pieces.items():
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            grad, momentum = local(p.grad), local(self.state[p]["momentum_buffer"])
+            momentum.lerp_(grad, 1 - group["momentum"])
+            piece[:grad.numel()] = grad.lerp(momentum, group["momentum"]).flatten()  # Nesterov's
+
+        # to the owners in this copy, and from the owners to whoever keeps these rows
+        mine = flat[sum(n[:first]):sum(n[:first + g])]
+        if mesh:
+            sent, mine = mine, mine.new_empty(g * n[rank])
+            dist.all_to_all_single(mine, sent, [n[rank]] * g, n[first:first + g], group=near)
+        mine = mine.view(g, n[rank])
+        for p, m in zip(shares[rank], mine.split([size[p] for p in shares[rank]], dim=1)):
+            m.copy_(orthogonalize(m.reshape(-1, p.shape[1])).reshape(m.shape))  # padding stays 0
+        if world > 1:
+            copies = mine.expand(world // g, g, n[rank]).flatten()
+            dist.all_to_all_single(flat, copies, n, [n[rank]] * world)
+
+        for p, piece in pieces.items():
+            rate, rows = group["lr"], local(p)
+            rows.mul_(1 - rate * group["weight_decay"])
+            rows.add_(piece[:rows.numel()].view(rows.shape).to(rows.device),
+                      alpha=-rate * 0.2 * math.sqrt(max(p.shape)))
+
+
+def orthogonalize(m):
+    """m with its singular values moved to between 0.7 and 1.2, by five steps of a Newton-Schulz
+    iteration with Jordan's coefficients."""
+    x = m.T if m.size(0) > m.size(1) else m  # so that x @ x.T is the smaller square
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        square = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, square, x, beta=3.4445)
+    return x.T if m.size(0) > m.size(1) else x
+
+
+def divide(matrices, world):
+    """The matrices that each rank owns: the costliest first, to the rank with the least to do."""
+    shares, load = [[] for _ in range(world)], [0] * world
+    cost = {m: min(m.shape)**2 * (2 * max(m.shape) + min(m.shape)) for m in matrices}  # products
+    for m in sorted(matrices, key=cost.get, reverse=True):
+        rank = load.index(min(load))
+        shares[rank].append(m)
+        load[rank] += cost[m]
+    return shares
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+# ---------- learning rate -----------------------------------------------------
 
 
 def learning_rate_at(step, cfg):

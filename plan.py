@@ -24,10 +24,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+import float8
 import fsdp
 from activations import keep_less
 from configurator import DTYPES, SHARDED, STRATEGIES, load_config, model_config, resolve
 from metrics import PEAK_FLOPS, flops_per_token, optional
+from optimizer import MUON_DTYPES, hidden_matrices
 from ranks import World, run
 from rehearse import KINDS, rehearse, unit_parameters
 from train import meta_model, with_vocabulary
@@ -78,19 +80,26 @@ def place(cfg, size, machine):
 
 def units_of(model, cfg, world):
     """[unit], the root last: elements that a rank keeps, padded (n), those that train (trained),
-    and its own of these (own). single and ddp have one unit, of which a rank keeps all."""
+    its own of these (own), Muon's, padded (muon); bytes of optimizer state (state), of all ranks'
+    parameters as gathered (gathered). single and ddp have one unit, of which a rank keeps all."""
+    hidden = hidden_matrices(model, cfg)
+    in_8_bits = {m.weight for m in float8.linears(model) if cfg.dtype == "float8"}
     modules, g = [], 1
     if cfg.strategy in SHARDED:
         modules, g = fsdp.find_units(model, cfg.wrap_min_params), cfg.shard_group_size or world.size
     on_host, units = fsdp.offloaded_units(modules, cfg.cpu_offload), []
     for name, params in unit_parameters(model, modules):
-        u = SimpleNamespace(name=name, on_host=name in on_host, g=g, n=0, trained=0, own=0)
+        u = SimpleNamespace(name=name, on_host=name in on_host, g=g, n=0, trained=0, own=0,
+                            muon=0, state=0, gathered=0)
         for p in params.values():
             rows, width = math.ceil(p.shape[0] / g), math.prod(p.shape[1:])
             own_rows = max(0, min(rows, p.shape[0] - world.rank % g * rows))  # the last have fewer
             u.n += rows * width
+            u.gathered += rows * width * g * (1 if p in in_8_bits else DTYPES[cfg.dtype].itemsize)
             u.trained += rows * width * p.requires_grad
             u.own += own_rows * width * p.requires_grad
+            u.muon += rows * width * (p in hidden)
+            u.state += own_rows * width * p.requires_grad * (4 if p in hidden else 8)
         units.append(u)
     return units
 
@@ -103,18 +112,17 @@ def describe_units(cfg, size, machine):
         alike.setdefault((u.n, u.on_host), []).append(u)
     for u, *others in alike.values():
         names = f"{len(others) + 1} units like {u.name}" if others else u.name or "the root unit"
-        gathered = u.n * u.g * DTYPES[cfg.dtype].itemsize / 2**20
         yield (f"{names}: {4 * u.n / 2**20:,.1f} MiB of parameters a rank"
-               f"{', in host memory' * u.on_host}; {gathered:,.1f} MiB gathered")
+               f"{', in host memory' * u.on_host}; {u.gathered / 2**20:,.1f} MiB gathered")
 
 
 def kept(model, cfg, world):
     """({kind: bytes on the device}, {kind: bytes in host memory}) of a rank: fp32 parameters,
-    gradients, and AdamW's two moments."""
+    gradients, and optimizer state: AdamW's two moments, Muon's one."""
     none = dict(parameters=0, gradients=0, optimizer=0)
     device_and_host = Counter(none), Counter(none)
     for u in units_of(model, cfg, world):
-        state = dict(parameters=4 * u.n, gradients=4 * u.own, optimizer=8 * u.own)
+        state = dict(parameters=4 * u.n, gradients=4 * u.own, optimizer=u.state)
         device_and_host[u.on_host].update(state)
     return device_and_host
 
@@ -126,16 +134,18 @@ def traffic(model, cfg, world):
     units, A = units_of(model, cfg, world), cfg.gradient_accumulation_steps // world.size
     syncs = A if cfg.grad_sync == "every" else 1
     gradients = sum(u.trained for u in units) * DTYPES[cfg.reduce_dtype].itemsize  # a shard's
+    back = sum(u.muon for u in units) * MUON_DTYPES[cfg.dtype].itemsize  # to every copy's ranks
+    there = back * units[0].g / world.size if cfg.strategy in SHARDED else 0  # inside a copy
+    muon = {"all_to_all": there + back} if back else {}  # a mean over the ranks
     if cfg.strategy == "ddp":
-        return {"all_reduce": gradients * syncs}
+        return {"all_reduce": gradients * syncs, **muon}
     if cfg.strategy == "shard_grad_op":
-        n = sum(u.n for u in units) * syncs
+        gathered = sum(u.gathered for u in units) * syncs
     else:  # gathered again for backward, but for the root, which is still there
         modules = fsdp.find_units(model, cfg.wrap_min_params)
         once = {name for name, _ in fsdp.without_backward(model, modules)} | {fsdp.ROOT}
-        n = sum(u.n * (1 if u.name in once else 2) for u in units) * A
-    out = dict(all_gather=n * units[0].g * DTYPES[cfg.dtype].itemsize,
-               reduce_scatter=gradients * units[0].g * syncs)
+        gathered = sum(u.gathered * (1 if u.name in once else 2) for u in units) * A
+    out = dict(all_gather=gathered, reduce_scatter=gradients * units[0].g * syncs, **muon)
     if cfg.strategy == "hybrid_shard":
         out["all_reduce"] = gradients  # once a step
     return out
@@ -149,6 +159,8 @@ def sent(traffic, cfg, world, per_node):
         n, span = g, g
         if kind == "all_reduce" and cfg.strategy == "hybrid_shard":  # one rank of each group
             n, span = world.size // g, world.size
+        elif kind == "all_to_all":
+            n = span = world.size
         times = 2 if kind == "all_reduce" else 1
         amounts[span > per_node] += times * size * (n - 1) / n
     return tuple(amounts)
@@ -189,6 +201,8 @@ def variants(cfg, size, machine):
     group, out = cfg.shard_group_size or machine.gpus_per_node, []
     for strategy in STRATEGIES if size > 1 else ("single", "full_shard"):
         own = replace(cfg, strategy=strategy)
+        if strategy == "ddp" and cfg.dtype == "float8":
+            continue
         if strategy != "hybrid_shard":
             own = replace(own, shard_group_size=0)
         elif cfg.strategy != strategy and (group >= size or size % group):

@@ -120,6 +120,7 @@ WIDE = ["--n_embd=1536", "--batch_size=1", "--block_size=64", "--activation_chec
     (8, ["--prefetch_blocks=2", *WIDE]), (8, ["--dtype=float16", "--bias=True"]),
     (8, ["--reduce_dtype=bfloat16", *WIDE]), (8, ["--cpu_offload=0.5", *WIDE]),
     (8, ["--model=llama", "--n_inner=1024", "--device=cpu", "--dtype=float32"]),
+    (8, ["--optimizer=muon", *WIDE]),
 ])
 def test_plan_rehearsal_is_pytorchs_trackers(size, argv):
     """Within 1%, most of them exactly; `python tests/test_plan.py` has the large models."""
@@ -192,7 +193,9 @@ def test_plan_holds_for_a_model_file_that_it_does_not_know(tmp_path, monkeypatch
 @pytest.mark.parametrize("size, argv", [
     (1, ["--strategy=single"]), (8, ["--strategy=ddp"]), (8, []), (7, []),
     (16, ["--strategy=hybrid_shard", "--shard_group_size=4"]), (8, ["--freeze=mlp"]),
-    (8, ["--cpu_offload=0.5"]), (8, ["--cpu_offload=1"])])
+    (8, ["--cpu_offload=0.5"]), (8, ["--cpu_offload=1"]),
+    (1, ["--strategy=single", "--optimizer=muon"]), (7, ["--optimizer=muon", "--freeze=mlp"]),
+    (16, ["--strategy=hybrid_shard", "--shard_group_size=4", "--optimizer=muon"])])
 def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
     """At rest 16 bytes a parameter, rows rounded up to the ranks'; the same by two ways."""
     cfg, world = placed(size, "--vocab_size=1000", *argv)
@@ -210,9 +213,14 @@ def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
         assert at["host"] == pytest.approx(state, rel=0.02, abs=counters)
     g = cfg.shard_group_size or world.size if cfg.strategy in SHARDED else 1
     if not cfg.freeze:
-        padded = sum(math.ceil(p.shape[0] / g) * p[0].numel() for p in model.parameters())
-        assert (device["parameters"] + host["parameters"]) == 4 * padded
-        assert device.total() + host.total() == 16 * padded  # rank 0 has no empty rows
+        def padded(params):
+            return sum(math.ceil(p.shape[0] / g) * p[0].numel() for p in params)
+
+        one_moment = [p for p in model.blocks.parameters() if p.dim() > 1]  # Muon's
+        less = 4 * padded(one_moment) * (cfg.optimizer == "muon")
+        n = padded(model.parameters())
+        assert (device["parameters"] + host["parameters"]) == 4 * n
+        assert device.total() + host.total() == 16 * n - less  # rank 0 has no empty rows
 
 
 def test_plan_loss_takes_three_logits_in_fp32():
@@ -287,7 +295,8 @@ def allocated(cfg, world):
 @pytest.mark.parametrize("size, argv", [
     (1, ["--strategy=single", "--dtype=float32"]), (1, ["--strategy=single", "--dtype=bfloat16"]),
     (8, []), (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16"]),
-    (16, ["--strategy=hybrid_shard", "--shard_group_size=4", "--gradient_accumulation_steps=32"])])
+    (16, ["--strategy=hybrid_shard", "--shard_group_size=4", "--gradient_accumulation_steps=32"]),
+    (8, ["--optimizer=muon"])])
 def test_plan_peak_is_a_real_steps(size, argv):
     cfg, world = placed(size, "--device=cpu", "--n_layer=2", "--vocab_size=512", "--block_size=128",
                         "--n_embd=192", *argv)
