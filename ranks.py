@@ -9,6 +9,7 @@ Processes: who am I among the ranks, how a run starts, and how it leaves.
 
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -103,10 +104,9 @@ def mean(x, world, patient=False):
 
 def agree(world, value):
     """Rank 0's value on every rank (collective), for what only rank 0 knows, such as its disk."""
-    if world.size == 1:
-        return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=patient_group(), device=torch.device("cpu"))
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0, group=patient_group(), device=torch.device("cpu"))
     return box[0]
 
 
@@ -129,10 +129,10 @@ class StopSignal:
     SIGTERM, SIGINT and SIGHUP end the run on all ranks after this step or the next; a second one
     ends this rank immediately. The ranks agree by an all-reduce of one number beside each step.
     """
+    number = 0  # the first signal that this process got
 
     def __init__(self, world):
-        self.world, self.parent = world, os.getppid()
-        self.number, self.at = 0, 0.0  # the first signal, and when it came
+        self.world, self.parent, self.at = world, os.getppid(), 0.0
         self.flag, self.work = torch.zeros(1), None  # what the ranks agree on
         self.before = {n: signal.signal(n, self.handle)
                        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -140,7 +140,7 @@ class StopSignal:
 
     def handle(self, number, frame):
         if not self.number:
-            self.number, self.at = number, time.time()
+            StopSignal.number, self.at = number, time.time()
         elif time.time() - self.at > 2:  # within 2 s it is the same Ctrl-C, forwarded by torchrun
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -162,6 +162,7 @@ class StopSignal:
         return bool(self.flag)
 
     def restore(self):
+        StopSignal.number = 0
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -177,9 +178,8 @@ def run(main, *args):
     """
     Call main(*args) and leave: a SystemExit's text is one line and exit code 1.
 
-    With gloo's threads alive, one interpreter in ten aborts in its own clean-up after all work is
-    done ("terminate called without an active exception", exit code -6), and torchrun reports the
-    job as failed. So a process with a group flushes its output and leaves through os._exit.
+    With gloo's threads alive one interpreter in ten aborts in its own clean-up, after all work is
+    done (exit code -6). So a process with a group leaves through os._exit.
     """
     code, wait = 0, False
     try:
@@ -190,6 +190,8 @@ def run(main, *args):
     except BaseException as e:
         code = out_of_memory(e) or traceback.format_exc()
         wait = dist.is_initialized() and isinstance(e, RuntimeError)  # or a peer left, and said why
+        if StopSignal.number and re.search("by peer|Broken pipe|remote process", str(e)):
+            code = 1  # torchrun asked this rank to end too, before it could notice
     if isinstance(code, str):
         if wait:  # if another rank has failed, torchrun ends this one meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # StopSignal would only note it

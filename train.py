@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -67,7 +66,7 @@ def open_start(cfg, world):
         return None
     if cfg.init_from not in OWN:
         from huggingface import open_pretrained  # here, so that a fork can delete the file
-        return from_rank0(world, partial(open_pretrained, cfg.init_from))
+        return from_rank0(world, lambda: open_pretrained(cfg.init_from))
     source = checkpoint.find(cfg.out_dir, world)
     if source is None and cfg.init_from == "resume":
         raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
