@@ -6,6 +6,7 @@ What autograd keeps for backward, and where: activation checkpointing, offload, 
 Sharding does nothing for activations. The blocks keep most of them; then the logits do.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -25,14 +26,15 @@ def keep_less(model, cfg, device):
         marks = (("_record_function_enter_new", "default"),
                  ("_record_function_exit", "_RecordFunction"))
         ops = [getattr(getattr(torch.ops.profiler, op, None), name, None) for op, name in marks]
-        recompute.SAC_IGNORED_OPS.update(filter(None, ops))  # private names, so maybe gone
+        ignored = getattr(recompute, "SAC_IGNORED_OPS", set())  # private names, so maybe gone
+        ignored.update(filter(None, ops))
         contexts = partial(recompute.create_selective_checkpoint_contexts, keep_products)
         options["context_fn"] = contexts
-    offload = Offload(device)
+    offload = Offload(device) if cfg.activation_offload else None
     for block in model.blocks:
         if cfg.activation_checkpointing != "none":
             block.forward = partial(recompute.checkpoint, block.forward, **options)
-        if cfg.activation_offload:
+        if offload:
             block.forward = partial(offload, block.forward)
     if cfg.loss_chunks:
         if not hasattr(model, "head_loss"):
@@ -45,7 +47,8 @@ def keep_products(ctx, op, *args, **kwargs):
     # not baddbmm: the T x T scores of attention that is written out
     products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
     expensive = op.overloadpacket in products or "_scaled_" in str(op)  # attention, float8
-    return getattr(recompute.CheckpointPolicy, "MUST_SAVE" if expensive else "PREFER_RECOMPUTE")
+    policy = recompute.CheckpointPolicy
+    return policy.MUST_SAVE if expensive else policy.PREFER_RECOMPUTE
 
 
 class Offload:
@@ -54,7 +57,8 @@ class Offload:
 
     On CUDA the copies run on a stream of their own, beside the computation. What is copied away
     must not be overwritten before: it is held until the computation has waited for its copy, one
-    block later, so the device never holds more than two blocks' activations.
+    block later: in forward the device never holds more than two blocks' activations. (In backward
+    nothing holds the CPU back, which queues copies ahead of the computation.)
     """
 
     def __init__(self, device):
@@ -67,19 +71,19 @@ class Offload:
         with torch.autograd.graph.saved_tensors_hooks(self.to_host, self.to_device):
             out = forward(*args, **kwargs)
         if self.left:
-            torch.cuda.current_stream().wait_event(self.left[0])
+            torch.cuda.current_stream(self.device).wait_event(self.left[0])
         if self.stream:
             self.left = self.stream.record_event(), self.leaving
             self.leaving = []
         return out
 
     def to_host(self, t):
-        if t.device != self.device or is_weight(t):  # attention may keep its seed on the CPU
+        if t.device.type != self.device.type or is_weight(t):  # attention's seed may be on the CPU
             return t
         if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())  # t is computed by then
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # t is computed by then
             self.leaving.append(t)
-        with torch.cuda.stream(self.stream):  # None: nothing changes
+        with self.beside():
             host = torch.empty(t.size(), dtype=t.dtype, layout=t.layout, device="cpu",
                                pin_memory=self.stream is not None)  # else copies would block
             return (host.copy_(t, non_blocking=True),)
@@ -88,14 +92,17 @@ class Offload:
         if isinstance(packed, torch.Tensor):
             return packed
         # ahead of the computation: the CPU queues this long before its turn comes
-        with torch.cuda.stream(self.stream):
+        with self.beside():
             t = packed[0].to(self.device, non_blocking=True)
         if self.stream:
-            now = torch.cuda.current_stream()
+            now = torch.cuda.current_stream(self.device)
             now.wait_stream(self.stream)
             t.record_stream(now)  # allocated on one stream, used on the other
-            self.leaving, self.left = [], None
+            self.leaving, self.left = [], None  # that wait covered the copies out too
         return t
+
+    def beside(self):
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
 
 def is_weight(t):

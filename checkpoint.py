@@ -8,7 +8,8 @@ Checkpoints: what a run leaves on disk, and how another run picks it up.
     python checkpoint.py full out-x      # the newest checkpoint of out-x, sharded, as out-x/ckpt.pt
 
 Inside, a state is flat, {"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of
-plain values. A full state passes through rank 0's host memory one tensor at a time. A file gets a
+plain values. Rank 0 gathers a full state one tensor at a time into its host memory (12 bytes a
+parameter), and reads it one tensor at a time. A file gets a
 temporary name, is synced, then renamed: what carries its final name is complete, whenever the
 process died; a directory is complete once it has its header. Checksums are compared before a
 checkpoint is used, and nothing in it can run code.
@@ -34,7 +35,7 @@ import float8
 from configurator import Config, model_config
 from fsdp import gather_full, reshard, scatter_full, tied_names
 from outdir import atomic, first_line, writing
-from ranks import PATIENCE, World, from_rank0, mean, run
+from ranks import PATIENCE, World, from_rank0, mean, patient_group, run
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so in one process
 
@@ -170,7 +171,7 @@ def find(out_dir, world=ALONE):
     for source in sources:
         if intact(source, world):
             break
-        problems.append(f"{source.path}: damaged, its checksums do not match")
+        problems.append(f"{source.path}: damaged, or not visible to every rank")
     else:
         source = None
     remedy = "remove it, or pass another out_dir"
@@ -320,13 +321,14 @@ def check(source, cfg):
 
 
 def changed(source, cfg):
-    """One line, or none: what this run does otherwise than the checkpoint's, maybe on purpose."""
+    """One line, or none: the settings that differ from the checkpoint's, maybe on purpose."""
     keys = [f.name for f in fields(Config)]
     keys = keys[keys.index("dataset"):keys.index("device")]  # data, model, optimizer
     keys.remove("max_iters")
+    keys += ["block_size", "dropout"]  # the model's, which check() lets pass
     ours, theirs = asdict(cfg), source.header["config"]
     differ = [f"{key}={ours[key]!r} (was {theirs[key]!r})" for key in keys
-              if key in theirs and theirs[key] != ours[key]]
+              if key in theirs and theirs[key] != ours.get(key, theirs[key])]
     return [f"this run differs from that of {source.path}: {', '.join(differ)}"] if differ else []
 
 
@@ -350,7 +352,8 @@ def load(source, model, optimizer, world):
     tensors = flat_state(model, optimizer)
     if source.sharded:
         reader, alone = MetadataReader(source.path), not dist.is_initialized()
-        return dcp.load(tensors, storage_reader=reader, no_dist=alone)
+        group = None if alone else patient_group()
+        return dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
     for key, t in tensors.items():
         full = source.get(key) if world.rank == 0 else None
         if full is not None and t.dim():

@@ -1,7 +1,8 @@
 """
 FSDP2 in one file. A model on the meta device becomes single, DDP or sharded:
 
-    wrapped = parallelize(model, cfg, world)    # freeze, checkpoint, compile, shard, materialize
+    freeze(model, cfg.freeze)                   # before: FSDP2 groups parameters by requires_grad
+    wrapped = parallelize(model, cfg, world)    # checkpoint blocks, compile, shard, materialize
     set_grad_sync(wrapped, cfg, last)           # before each forward: shall its backward reduce?
     norm = clip_grad_norm(wrapped, 1.0, world)  # after the last backward: all-reduces one number
     with inference(wrapped): ...                # evaluate or sample, and leave nothing gathered
@@ -36,7 +37,7 @@ def parallelize(model, cfg, world):
         raise SystemExit(f"the model has a buffer, {buffers[0]}: nobody would shard or fill it; "
                          "compute it in forward, or make it a parameter that does not train")
     float8.convert(model, cfg, world)
-    # a) checkpoint activations inside of what is compiled and sharded: recomputation then runs
+    # a) checkpoint activations inside what is compiled and sharded: recomputation then runs
     #    between FSDP's backward hooks, with the unit's parameters gathered
     keep_less(model, cfg, world.device)
     wrap = shard if cfg.strategy in SHARDED else replicate
@@ -74,7 +75,7 @@ def shard(model, cfg, world):
                 device = "cpu" if name in offload else world.device
                 module.to_empty(device=device, recurse=False)
 
-    # e) FSDP2 gathers one unit ahead by itself: not the frozen ones that backward never reaches
+    # e) in backward FSDP2 gathers one unit ahead: not the frozen ones that it never reaches
     for _, unit in without_backward(model, units):
         unit.set_unshard_in_backward(False)
     if cfg.prefetch_blocks:
@@ -267,7 +268,7 @@ def gather_full(t, world):
 
 
 def write_full(t, full):
-    """Set t from its whole value; a sharded t takes its rows. No communication, no copy."""
+    """Set t from its whole value; a sharded t takes its rows. No communication, no second copy."""
     t = t.detach()
     if isinstance(t, DTensor):
         mesh, rows = t.device_mesh, len(t)

@@ -159,7 +159,7 @@ class Llama(nn.Module):
         return self.head_loss(x, self.lm_head, targets)
 
     def initial_value(self, name, shape, seed):
-        """As GPT's; Hugging Face's Llama has the 0.02, without GPT-2's smaller branch ends."""
+        """As GPT's, with its smaller ends of branches; Hugging Face draws all with 0.02."""
         module = name.split(".")[-2]
         if module.endswith("norm"):
             return torch.ones(shape)

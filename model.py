@@ -12,7 +12,8 @@ Model, an nn.Module with
     blocks                           the repeated layers in forward order: FSDP's units
     forward(idx, targets, cache)     -> (logits, loss); cache is only for sample.py
     initial_value(name, shape, seed) -> the whole starting value of a parameter
-    head_loss                        the function below, for forward to end in
+    head_loss                        = the function below; forward ends in self.head_loss(...), and
+                                     loss_chunks and compile replace it (without it: neither)
 Parameters are registered in the order in which forward uses them. train.py builds the model on the
 meta device (names and shapes, no memory), shards it, and only then fills it with initial_value.
 There are no buffers: nobody would shard or fill them.
@@ -40,7 +41,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768  # width; a multiple of n_head
     dropout: float = 0.0  # 0 to pre-train; 0.1 or more to fine-tune, or for little data
-    bias: bool = False  # in Linear and LayerNorm, as in GPT-2; False is a bit better and faster
+    bias: bool = False  # True: in Linear and LayerNorm, as GPT-2; False is a bit better and faster
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -168,7 +169,7 @@ def attend(q, k, v, dropout):
     may have fewer heads: each then serves several of q's (grouped-query attention)."""
     B, nh, T, hs = q.size()
     explicit = explicit_is_faster(q.device.type, q.dtype, T)
-    if explicit or q.dtype == torch.float32:  # CUDA's fused kernels group heads in 16 bits only
+    if explicit or q.dtype == torch.float32:  # flash attention groups heads; other kernels don't
         k, v = (t.repeat_interleave(nh // t.size(1), 1) if t.size(1) < nh else t for t in (k, v))
     if explicit:
         mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)

@@ -1,7 +1,8 @@
 """
 out_dir: one run at a time writes there, nothing is lost, and nothing is half-written.
 
-    run_id, lock = claim(cfg, source, world)   # lock it; a new run moves an older one's files aside
+    lock = hold(cfg.out_dir, world)            # before a checkpoint is chosen
+    run_id = claim(cfg, source, world)         # a new run moves an older one's files aside
     with writing(path), atomic(path) as tmp: ...
 """
 
@@ -22,27 +23,33 @@ from ranks import from_rank0, mean
 
 
 def claim(cfg, source, world):
-    """
-    Make cfg.out_dir this run's: lock it, and for a new run (source: None) move what is there aside.
-    Returns (the run's id, on rank 0 the lock; it dies with the process). All ranks.
-    """
-    out_dir, lock = cfg.out_dir, None
+    """The id of the run, which is source's, or a new one (None) that moves what is there aside. All
+    ranks; SystemExit if a sharded checkpoint could not be read by all."""
+    def on_rank0():
+        run = source.header.get("run") if source else None
+        run = run or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        if source is None:
+            with writing(cfg.out_dir):
+                set_aside(cfg.out_dir, run)
+        return run
+
+    if cfg.checkpoint == "sharded":
+        require_shared(cfg.out_dir, world)
+    return from_rank0(world, on_rank0)
+
+
+def hold(out_dir, world):
+    """Make out_dir, and lock it until this process ends: rank 0 returns the lock, to keep (all)."""
+    lock = None
 
     def on_rank0():
         nonlocal lock
-        run = source.header.get("run") if source else None
-        run = run or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         with writing(out_dir):
             os.makedirs(out_dir, exist_ok=True)
             lock = lock_directory(out_dir)
-            if source is None:
-                set_aside(out_dir, run)
-        return run
 
-    run = from_rank0(world, on_rank0)
-    if cfg.checkpoint == "sharded":
-        require_shared(out_dir, world)
-    return run, lock
+    from_rank0(world, on_rank0)
+    return lock
 
 
 def lock_directory(out_dir):
@@ -132,6 +139,8 @@ def writing(path):
     """A failure to write inside is one line."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError too; ranks.run knows what to say
+        raise
     except WRITE_ERRORS as e:
         if isinstance(e, CheckpointException):
             e, _ = next(iter(e.failures.values()))  # the first rank's

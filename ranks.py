@@ -34,13 +34,15 @@ class World:
 
 def setup(device, backend):
     """The World of this process. Under torchrun, which sets RANK, also opens the process group."""
-    if "RANK" not in os.environ:
-        return World(device=pick_device(device))
-    env = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}
-    rank, size, local_rank = (int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    world = World(rank, size, pick_device(device, local_rank), int(env["LOCAL_WORLD_SIZE"]))
+    env, world = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}, None
+    if "RANK" in env:
+        rank, size, local_rank = (int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        world = World(rank, size, pick_device(device, local_rank), int(env["LOCAL_WORLD_SIZE"]))
+    world = world or World(device=pick_device(device))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # first, or every rank opens a context on GPU 0
+    if "RANK" not in env:
+        return world
     if not dist.is_initialized():
         # NCCL never alone: offloaded gradients, stop flags and objects go through the CPU
         nccl = world.device.type == "cuda" and backend != "gloo"
@@ -95,33 +97,26 @@ def print0(world, *args):
 
 
 def mean(x, world, patient=False):
-    """The mean of tensor x over all ranks, in place (collective). patient: disks are waited for."""
+    """The mean of tensor x over all ranks, in place (collective). patient: for hours."""
     if world.size > 1:
         dist.all_reduce(x, group=patient_group() if patient else None)
         x /= world.size
     return x
 
 
-def agree(world, value):
-    """Rank 0's value on every rank (collective), for what only rank 0 knows, such as its disk."""
-    box = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(box, src=0, group=patient_group(), device=torch.device("cpu"))
-    return box[0]
-
-
 def from_rank0(world, action):
     """action() on rank 0; what it returns, or its SystemExit, on every rank (collective)."""
-    value = problem = None
+    box = [None, None]  # its value, or what is wrong
     if world.rank == 0:
         try:
-            value = action()
+            box[0] = action()
         except SystemExit as e:
-            problem = e.code
-    value, problem = agree(world, (value, problem))
-    if problem:
-        raise SystemExit(problem)
-    return value
+            box[1] = e.code
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0, group=patient_group(), device=torch.device("cpu"))
+    if box[1]:
+        raise SystemExit(box[1])
+    return box[0]
 
 
 class StopSignal:

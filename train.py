@@ -24,7 +24,7 @@ from data.loader import Batches, data_dir, read_meta
 from metrics import Metrics, describe, duration, flops_per_token, peak_flops, peak_memory
 from model import derive_seed
 from optimizer import learning_rate_at, make_optimizer
-from outdir import claim
+from outdir import claim, hold
 from ranks import StopSignal, from_rank0, mean, print0, run, setup
 
 # ---------- build -------------------------------------------------------------
@@ -45,8 +45,7 @@ def build(cfg, world, source=None):
     """
     if cfg.cpu_offload:  # the CPU updates what is offloaded; torchrun gave it one thread
         torch.set_num_threads(max(1, os.cpu_count() // world.local_size))
-    # 1) what trains too: FSDP2 groups parameters, and DDP builds its buckets, by requires_grad
-    model = meta_model(cfg)
+    model = meta_model(cfg)  # 1) names, shapes, and what trains: FSDP2 groups by requires_grad
     wrapped = fsdp.parallelize(model, cfg, world)  # 2) shard, and allocate this rank's rows
     optimizer = make_optimizer(model, cfg)  # 3) before any forward gathers parameters
     if source:  # 4) values
@@ -158,6 +157,7 @@ def train(cfg):
     world = setup(cfg.device, cfg.backend)
     cfg = resolve(cfg, world)
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT; CPUs do not change
+    lock = None if cfg.eval_only else hold(cfg.out_dir, world)  # it lasts as long as the process
     source = open_start(cfg, world)
     step, best_val_loss = 0, 1e9
     if source and cfg.init_from not in OWN:
@@ -177,9 +177,9 @@ def train(cfg):
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
     if source and source.header["scaler"]:
         scaler.load_state_dict(source.header["scaler"])
-    run_id = lock = saver = None
+    run_id = saver = None
     if not cfg.eval_only:  # which leaves everything as it is
-        run_id, lock = claim(cfg, source if cfg.init_from in OWN else None, world)
+        run_id = claim(cfg, source if cfg.init_from in OWN else None, world)
         if cfg.checkpoint == "sharded":
             saver = checkpoint.ShardedSaver(cfg.out_dir, cfg.keep_checkpoints, world)
     metrics = Metrics(cfg, world, run_id, step)
@@ -223,11 +223,12 @@ def train(cfg):
 
         # a scheduler's or the user's signal, in the step or in the evaluation
         if stop.received():
+            remedy = "nothing to save yet"
             if step > first_step:
                 ckpt_is_best = not cfg.always_save_checkpoint and not saver
                 save(step, best_val_loss, "last.pt" if ckpt_is_best else "ckpt.pt")
-            print0(world, f"stopped by a signal after step {step}; continue with the same command "
-                          "and --init_from=resume")
+                remedy = "continue with the same command and --init_from=resume"
+            print0(world, f"stopped by a signal after step {step}; {remedy}")
             break
         if step >= cfg.max_iters or cfg.eval_only:
             break
@@ -244,7 +245,7 @@ def train(cfg):
             print0(world, f"iter {step}: gradients overflowed in float16, step skipped, "
                           f"loss scale {scale:g} -> {scaler.get_scale():g}")
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
-            lossf = mean(loss, world).item()  # synchronization point
+            lossf = mean(loss, world).item()  # synchronization point; norm is there by then
             require_finite(lossf, "loss", step, cfg)
             now = time.time()
             dt = (now - t_log) / (step + 1 - last_logged)

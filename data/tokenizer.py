@@ -107,8 +107,8 @@ def open_tokenizer(file):
 
 
 def local_copy(key, name, hub_name, *patterns):
-    """The directory `name`, or that of the hub's files that match; SystemExit (with the key that
-    asked for it) if there is none."""
+    """The directory `name`, or that of the hub's files that match (tokenizers; huggingface.py's
+    models too); SystemExit (with the key that asked for it) if there is none."""
     if os.path.isdir(name):
         return name
     try:

@@ -213,7 +213,7 @@ def test_activations_offload_on_a_stream_of_its_own():
         return empty(*args, **kwargs)
 
     with (patch.object(torch.cuda, "stream", Within),
-          patch.object(torch.cuda, "current_stream", lambda: compute),
+          patch.object(torch.cuda, "current_stream", lambda device: compute),
           patch.object(torch.Tensor, "record_stream", recorded),
           patch.object(torch, "empty", unpinned)):
         x = torch.ones(4, requires_grad=True)

@@ -561,7 +561,7 @@ def sound(tmp):
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_damage_never_loads(sound, tmp_path, kind, capsys):
     """
-    80 times a bit or a block anywhere in the newest checkpoint: it is refused, or every tensor is
+    40 times a bit or a block anywhere in the newest checkpoint: it is refused, or every tensor is
     as it was (a zip has bytes that mean nothing).
     """
     out, expected = sound[kind]
@@ -572,7 +572,7 @@ def test_damage_never_loads(sound, tmp_path, kind, capsys):
         assert sorted(map(os.path.basename, files)) == [
             ".metadata", "__0_0.distcp", "__1_0.distcp", "header.pt"]
     rng, refused = random.Random(4), 0
-    for i in range(80):
+    for i in range(40):
         path = files[i % len(files)]
         good = open(path, "rb").read()
         data, at = bytearray(good), rng.randrange(len(good))
@@ -595,7 +595,7 @@ def test_damage_never_loads(sound, tmp_path, kind, capsys):
             refused += 1
         with open(path, "wb") as f:
             f.write(good)
-    assert refused > 50
+    assert refused > 25
     assert checkpoint.find(out).header["iter_num"] == 4
 
 
@@ -616,8 +616,8 @@ def test_damage_of_a_sharded_one_falls_back_to_the_older(sound, tmp, tmp_path, w
     step = out / "step-000000004"
     if what == "both":
         assert p.returncode == 1
-        line = f"{step}: damaged, its checksums do not match; remove it, or pass another out_dir\n"
-        assert p.stderr == line
+        assert p.stderr == (f"{step}: damaged, or not visible to every rank; remove it, or pass "
+                            "another out_dir\n")
     else:
         assert p.returncode == 0 and "at step 2" in p.stdout, p.stderr
         assert p.stderr.startswith(f"skipping {step}: damaged, ") and p.stderr.count("\n") == 1
