@@ -4,8 +4,7 @@ The proofs about sharding: the same numbers in every mode, by the mechanism that
     python -m pytest -q test_fsdp.py          # on a CPU with gloo, two to four minutes
 
 A case is a function that runs on every rank and returns what it found; one launch per world size
-runs all cases of that size. The tests compare with plain PyTorch in one process, or with closed
-formulas. The concepts beside sharding have their tests in tests/.
+runs all cases of that size. The tests compare with plain PyTorch, or with closed formulas.
 """
 
 import copy
@@ -623,8 +622,8 @@ def case_evaluation(tmp, strategy):
         run = built(tmp, strategy=strategy, dropout=0.1)
         for step in range(3):
             if evaluate:
-                losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world,
-                                             processes.StopSignal(run.world)))
+                stop = processes.StopSignal(run.world)
+                losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world, stop))
             steps(run, first=step)
         weights.append(whole(run))
     without, with_ = weights

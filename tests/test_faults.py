@@ -430,7 +430,8 @@ def faults(n, seed=None):
                 shutil.rmtree(out)
                 launch(world, args)
             if kind == "sharded":
-                shell(sys.executable, "checkpoint.py", "full", out)
+                p = shell(sys.executable, "checkpoint.py", "full", out)
+            assert os.path.exists(os.path.join(out, "ckpt.pt")), (story, os.listdir(out), p)
             ours, theirs = (read_ckpt(path)["model"] for path in (out, whole))
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), story
             rows = {r["iter"]: r["loss"] for r in read_metrics(whole) if "loss" in r}
