@@ -30,25 +30,28 @@ class World:
     size: int = 1
     device: torch.device = torch.device("cpu")
     local_size: int = 1  # ranks on this node
+    parent: int = 0  # torchrun's process
 
 
 def setup(device, backend):
     """The World of this process. Under torchrun, which sets RANK, also opens the process group."""
-    env, world = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}, None
-    if "RANK" in env:
+    env = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}
+    distributed = "RANK" in env
+    if distributed:
         rank, size, local_rank = (int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        world = World(rank, size, pick_device(device, local_rank), int(env["LOCAL_WORLD_SIZE"]))
-    world = world or World(device=pick_device(device))
+        device, node = pick_device(device, local_rank), int(env["LOCAL_WORLD_SIZE"])
+        world = World(rank, size, device, node, os.getppid())
+    else:
+        world = World(device=pick_device(device))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # first, or every rank opens a context on GPU 0
-    if "RANK" not in env:
-        return world
-    if not dist.is_initialized():
+    if distributed and not dist.is_initialized():
         # NCCL never alone: offloaded gradients, stop flags and objects go through the CPU
         nccl = world.device.type == "cuda" and backend != "gloo"
         dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=fresh_store(),
                                 rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    patient_group()  # now, while all ranks are here
+    if distributed:
+        patient_group()  # now, while all ranks are here
     return world
 
 
@@ -127,7 +130,7 @@ class StopSignal:
     number = 0  # the first signal that this process got
 
     def __init__(self, world):
-        self.world, self.parent, self.at = world, os.getppid(), 0.0
+        self.world, self.at = world, 0.0
         self.flag, self.work = torch.zeros(1), None  # what the ranks agree on
         self.before = {n: signal.signal(n, self.handle)
                        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -141,7 +144,7 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def start(self):
-        orphan = "RANK" in os.environ and os.getppid() != self.parent  # torchrun was killed
+        orphan = self.world.parent not in (0, os.getppid())  # torchrun was killed
         self.flag[0] = 2 if orphan else bool(self.number)
         if self.world.size > 1:
             self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
