@@ -12,8 +12,7 @@ Model, an nn.Module with
     blocks                           the repeated layers in forward order: FSDP's units
     forward(idx, targets, cache)     -> (logits, loss); cache is only for sample.py
     initial_value(name, shape, seed) -> the whole starting value of a parameter
-    head_loss                        = the function below; forward ends in self.head_loss(...), and
-                                     loss_chunks and compile replace it (without it: neither)
+    head_loss                        = the one below; loss_chunks and compile replace it (optional)
 Parameters are registered in the order in which forward uses them. train.py builds the model on the
 meta device (names and shapes, no memory), shards it, and only then fills it with initial_value.
 There are no buffers: nobody would shard or fill them.
