@@ -669,7 +669,7 @@ def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack):
         assert p.returncode == 1 and "it wants to run" in p.stderr, p.stderr
         assert p.stderr.count("\n") == 1
     reader = checkpoint.MetadataReader(str(step))
-    with pytest.raises(BaseException, match="it wants to run"):
+    with pytest.raises(BaseException, match="it wants to run|metadata is None"):  # 2.11 says less
         dcp.load({"model.x": torch.zeros(1)}, storage_reader=reader, no_dist=True)
     assert not trap.exists()
 
