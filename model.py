@@ -219,5 +219,5 @@ def normal(shape, std, key):
 
 
 def derive_seed(*key):
-    """A 63-bit seed from any printable key, such as (seed, step, rank), the same everywhere."""
+    """A 63-bit seed from any printable key, such as (seed, step, micro), the same everywhere."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little") >> 1
