@@ -1,18 +1,15 @@
 r"""
 How fast, how large, and where the time goes: the model, optimizer, batches and step of train.py.
 
-    python bench.py config/quickstart.py
+    python bench.py config/quickstart.py --steps=3 --profile    # which operations take the time
     python bench.py config/quickstart.py --variants='batch_size=8;batch_size=32,block_size=64'
     torchrun --standalone --nproc_per_node=2 bench.py config/quickstart.py \
         --strategies=ddp,shard_grad_op,full_shard
-    python bench.py config/quickstart.py --steps=3 --profile    # which operations take the time
-    python bench.py --plot out-quickstart                       # a picture of finished runs
 
 Any file and --key=value of train.py applies. Variants take turns, step by step: machines are noisy,
 so compare the ratios of one run. Memory is the process's: for that of one variant, run it alone.
 """
 
-import json
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -25,7 +22,7 @@ from torch.utils.benchmark import Timer
 
 from configurator import DTYPES, load_config, resolve
 from data.loader import Batches
-from metrics import flops_per_token, optional, peak_flops, peak_host_memory, peak_memory, read_rows
+from metrics import flops_per_token, peak_flops, peak_memory
 from ranks import print0, run, setup
 from train import build, meta_model, train_step, with_vocabulary
 
@@ -39,18 +36,15 @@ def arguments(argv):
     add("--steps", type=int, default=20, help="measured steps of each variant (%(default)s)")
     add("--variants", default="", metavar="K=V,K=V;K=V", help="settings to compare")
     add("--strategies", default="", metavar="A,B", help="each variant with each of these")
-    add("--json", default=os.devnull, metavar="FILE", help="write the results there too")
     add("--profile", nargs="?", const="profile", metavar="DIR", help="at the end, trace 3 steps "
         "of each variant on every rank into DIR (%(const)s), and print the slowest operations")
-    add("--plot", nargs="+", metavar="DIR", help="only draw training.png, of these out_dirs")
     own, rest = parser.parse_known_args(argv)
     if own.steps < 1:
         parser.error(f"--steps={own.steps}: it must be at least 1")
     try:  # now, not after the measuring
         os.makedirs(own.profile or ".", exist_ok=True)
-        open(own.json, "a").close()
     except OSError as e:
-        parser.error(f"cannot write {e.filename}: {e.strerror}; pass another path")
+        parser.error(f"cannot write {own.profile}: {e.strerror}; pass another path")
     return own, rest
 
 
@@ -77,7 +71,8 @@ def matmul_rate(device, dtype):
 
 def report(names, configs, times, world):
     """Print the table and return its rows; flops, mfu and of_matmul are those of one device."""
-    memory, host, peak = peak_memory(world.device), peak_host_memory(), peak_flops(world.device)
+    memory, host = peak_memory(world.device), peak_memory(torch.device("cpu"))
+    peak = peak_flops(world.device)
     rates = {c.dtype: matmul_rate(world.device, DTYPES[c.dtype]) for c in configs}
     width, rows = max(map(len, names)), []
     print0(world, " " * width, " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate"
@@ -112,33 +107,8 @@ def profile(name, steps, directory, world):
     print0(world, f"\n{name}: 3 steps on rank 0\n{slowest}")
 
 
-def plot(directories):
-    """training.png: loss, tokens/s and memory of finished runs over their steps."""
-    figure = optional("matplotlib.figure", "--plot").Figure(figsize=(13, 3.6), layout="tight")
-    loss, speed, memory = figure.subplots(1, 3)
-    curves = [(loss, "loss", 1, "-"), (loss, "val_loss", 1, "o-"), (speed, "tokens_per_s", 1, "-"),
-              (memory, "peak_memory", 2**20, "-")]
-    logs = [read_rows(directory) for directory in directories]
-    if not all(logs):
-        raise SystemExit(f"{directories[logs.index([])]}/metrics.jsonl: nothing to draw")
-    for (i, directory), (axis, key, unit, style) in product(enumerate(directories), curves):
-        rows = [r for r in logs[i] if key in r]
-        values = [r[key] / unit for r in rows]
-        if axis is speed:  # one disturbed step leaves no mark on the median of 9 log lines
-            values = [median(values[max(0, j - 4):j + 5]) for j in range(len(values))]
-        axis.plot([r["iter"] for r in rows], values, f"C{i}{style}", label=f"{directory}: {key}")
-    loss.set(title="loss", xlabel="step")
-    loss.legend()
-    speed.set(title="tokens/s (median of 9 log lines)", xlabel="step", ylim=(0, None))
-    memory.set(title="peak memory, MiB", xlabel="step", ylim=(0, 1.1 * memory.get_ylim()[1]))
-    figure.savefig("training.png", dpi=110)
-    print("written: training.png")
-
-
 def main(argv):
     own, rest = arguments(argv)
-    if own.plot:
-        return plot(own.plot)
     names, configs = [], []
     for settings, strategy in product(own.variants.split(";"), own.strategies.split(",")):
         extra = [s.strip() for s in settings.split(",") if s]
@@ -151,9 +121,7 @@ def main(argv):
     runs = [training(cfg, world) for cfg in configs]
     list(map(next, runs * 3))  # build, compile, connect the ranks
     turns = [list(map(next, runs)) for _ in range(own.steps)]
-    rows = report(names, configs, list(zip(*turns)), world)
-    with open(own.json if world.rank == 0 else os.devnull, "w") as f:
-        json.dump(dict(torch=torch.__version__, command=argv, rows=rows), f, indent=1)
+    report(names, configs, list(zip(*turns)), world)
     if own.profile:
         for name, steps in zip(names, runs):
             profile(name, steps, own.profile, world)

@@ -1,45 +1,189 @@
 """
 Checkpoints: what a run leaves on disk, and how another run picks it up.
 
-    out_dir/ckpt.pt                 full: nanoGPT's layout; any strategy and world size, and nanoGPT
-    out_dir/last.pt                 the same, after a stop signal, where ckpt.pt holds the best
-    out_dir/step-<n>/ and latest    sharded: every rank wrote its rows; any strategy and world size
+    out_dir/ckpt.pt     full: nanoGPT's layout; any strategy and world size, and nanoGPT
+    out_dir/last.pt     the same, after a stop signal, where ckpt.pt holds the best
+    out_dir/step-<n>/   sharded: every rank wrote its rows; any strategy and world size
 
-    python checkpoint.py full out-x      # the newest checkpoint of out-x, sharded, as out-x/ckpt.pt
+    python checkpoint.py full out-x    # the newest checkpoint of out-x, sharded, as out-x/ckpt.pt
 
-Inside, a state is flat, {"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of
-plain values. Rank 0 gathers a full state one tensor at a time into its host memory (12 bytes a
-parameter), and reads it one tensor at a time. A file gets a
-temporary name, is synced, then renamed: what carries its final name is complete, whenever the
-process died; a directory is complete once it has its header. Checksums are compared before a
-checkpoint is used, and nothing in it can run code.
+A state is flat, {"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of plain
+values. Rank 0 gathers a full one in its host memory, 12 bytes a parameter, and maps it to read it.
+A file gets a temporary name, is synced, then renamed; a directory is complete once it has its
+header.json, which lists its files' checksums. They are compared before a checkpoint is used, and
+nothing in it can run code.
 """
 
-import glob
-import io
+import fcntl
+import json
 import os
 import pickle
+import re
 import shutil
 import sys
+import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import float8
 from configurator import Config, model_config
-from fsdp import gather_full, reshard, scatter_full, tied_names
-from outdir import atomic, first_line, writing
-from ranks import PATIENCE, World, from_rank0, mean, patient_group, run
+from fsdp import broadcast_full, gather_full, reshard, tied_names
+from ranks import PATIENCE, World, from_rank0, mean, patient_group, print0, run
 
+HEADER = "header.json"  # of a sharded checkpoint, written last
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so in one process
 
-# ---------- saving ------------------------------------------------------------
+# ---------- saving: one run a directory ---------------------------------------
+
+
+class Saver:
+    """
+    The one run that writes in out_dir. All ranks call its methods.
+
+        saver = Saver(cfg.out_dir, world)    # locks it, before a checkpoint is chosen
+        saver.claim(cfg, source)             # a new run moves what an older one left aside
+        saver.save(model, optimizer, scaler, step, best_val_loss)
+
+    A sharded save copies this rank's rows to host memory and returns; they are written while
+    training goes on, and finish() completes the directory once all ranks' files are there.
+    """
+
+    def __init__(self, out_dir, world):
+        self.out_dir, self.world = out_dir, world
+        self.saving = None  # a sharded save under way: the future of complete()
+        self.background = ThreadPoolExecutor(1)
+        # its collectives must not mix with training's, and ranks wait there for the slowest disk
+        distributed = dist.is_initialized()
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed else None
+        from_rank0(world, self.lock)
+
+    def lock(self):
+        """Make out_dir, and lock a file in it until this process ends. SystemExit if it is held."""
+        out_dir, flags = self.out_dir, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with writing(out_dir):
+            os.makedirs(out_dir, exist_ok=True)
+            self.file = open(os.open(os.path.join(out_dir, "lock"), flags, 0o644), "r+")
+        for left in reversed(range(50)):
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not left:
+                    raise SystemExit(f"out_dir={out_dir} is in use by {self.file.read()}; wait "
+                                     "until that run ends, or pass another --out_dir")
+                time.sleep(0.2)  # 10 s: ranks that lost their torchrun finish a step first
+            except OSError:
+                return print(f"{out_dir}: no file locks there, so never start two runs in it")
+        self.check_lock()  # the run that we waited for may have moved it
+        self.file.truncate(0)
+        self.file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        self.file.flush()
+
+    def check_lock(self):
+        """SystemExit if out_dir is another directory than the one that this run has locked."""
+        path = os.path.join(self.out_dir, "lock")
+        ours = os.fstat(self.file.fileno())
+        if not os.path.exists(path) or not os.path.samestat(os.stat(path), ours):
+            raise SystemExit(f"out_dir={self.out_dir} was moved or removed meanwhile, and this run "
+                             "writes no more there; resume it where its checkpoints are now")
+
+    def from_rank0(self, action, *args):
+        """action(*args) on rank 0, if out_dir is still this run's (collective)."""
+        def checked():
+            self.check_lock()
+            action(*args)
+
+        from_rank0(self.world, checked)
+
+    def claim(self, cfg, source):
+        """Take the id of source's run; for None a new one, and if a run was there before, rename
+        its directory, whole, and begin a new one."""
+        def on_rank0():
+            run_id = source.header.get("run") if source else None
+            run_id = run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+            here = os.path.realpath(self.out_dir)  # itself, not a link to it
+            written = r"(ckpt|last)\.pt|metrics\.jsonl|step-\d+|events\.out\..*"
+            if source or not any(re.fullmatch(written, name) for name in os.listdir(here)):
+                return run_id
+            if os.path.commonpath([here, os.getcwd()]) == here:
+                raise SystemExit(f"out_dir={self.out_dir} has an earlier run, and cannot be "
+                                 "moved aside while you are in it; pass another --out_dir")
+            with writing(here):
+                os.rename(here, f"{here}.{run_id}")
+                os.mkdir(here)
+            print(f"{self.out_dir} had an earlier run; moved it to {here}.{run_id}", flush=True)
+            self.lock()
+            return run_id
+
+        self.cfg, self.run_id = cfg, from_rank0(self.world, on_rank0)
+
+    def save(self, model, optimizer, scaler, iter_num, best_val_loss, name="ckpt.pt"):
+        """Full: out_dir/<name>. Sharded: a directory, and this returns before it is complete."""
+        print0(self.world, f"saving checkpoint to {self.out_dir}")
+        self.finish(wait=True)
+        reshard(model)  # so that its parameters are the shards
+        header = make_header(model, optimizer, scaler, self.cfg)
+        header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss)
+        tensors = flat_state(model, optimizer)
+        if self.cfg.checkpoint == "full":
+            flat = {key: gather_full(t, self.world) for key, t in tensors.items()}
+            path = os.path.join(self.out_dir, name)
+            return self.from_rank0(write_ckpt, path, flat, header)
+        path = os.path.join(self.out_dir, f"step-{iter_num:09d}")
+        self.from_rank0(shutil.rmtree, path, True)  # half-written by a run that died, or damaged
+        written = None
+        with writing(path):
+            if self.group:
+                written = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
+            else:  # without a process group PyTorch saves in the foreground only
+                dcp.save(tensors, checkpoint_id=path, no_dist=True)
+        self.saving = self.background.submit(self.complete, path, header, written)
+
+    def complete(self, path, header, written):
+        """In the background: wait until all ranks have written, add the header, remove old ones
+        (collective)."""
+        own = f"__{self.world.rank}_"  # as DCP begins the names of a rank's files
+        with writing(path):
+            if written:
+                written.result()
+            files = {file: checksum(os.path.join(path, file)) for file in os.listdir(path)
+                     if file.startswith(own) or file == ".metadata" and self.world.rank == 0}
+        every = [files] * self.world.size if self.world.rank == 0 else None
+        if self.group:
+            dist.gather_object(files, every, group=self.group)
+        if self.world.rank > 0:
+            return
+        self.check_lock()
+        header["files"] = {file: crc for files in every for file, crc in files.items()}
+        missing = header["files"].keys() - set(os.listdir(path))
+        if missing:
+            raise SystemExit(f"out_dir={self.out_dir} is not the same directory on all nodes: "
+                             f"{path} lacks {min(missing)}, and sharded checkpoints need all; use "
+                             "a shared disk, or --checkpoint=full")
+        with atomic(os.path.join(path, HEADER)) as f:
+            f.write(sealed(header).encode())
+        for name in steps(self.out_dir, HEADER)[:-self.cfg.keep_checkpoints]:
+            old = os.path.join(self.out_dir, name)
+            if old != path:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def finish(self, wait=False):
+        """Raise what went wrong in the background. wait: until the save under way is complete, on
+        all ranks."""
+        if self.saving and (wait or self.saving.done()):
+            saving, self.saving = self.saving, None
+            saving.result()
+        if wait:
+            from_rank0(self.world, lambda: None)  # nobody goes on before it is there
 
 
 def flat_state(model, optimizer=None):
@@ -52,26 +196,16 @@ def flat_state(model, optimizer=None):
     return tensors
 
 
-def make_header(model, optimizer, cfg, run, iter_num, best_val_loss, scaler):
-    """All that is not a tensor, as plain values."""
+def make_header(model, optimizer, scaler, cfg):
+    """What is not a tensor, as plain values."""
     names = {p: name for name, p in model.named_parameters()}
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    number = {name: i for i, name in enumerate(ordered)}
-    groups = [{**group, "params": [number[names[p]] for p in group["params"]]}
-              for group in optimizer.param_groups]  # as Optimizer.state_dict numbers them
-    return dict(model_args=asdict(model_config(cfg)), config=asdict(cfg), run=run,
-                iter_num=iter_num, best_val_loss=best_val_loss, scaler=scaler.state_dict() or None,
-                param_names=ordered, param_groups=groups, ties=tied_names(model))
+    return dict(model_args=asdict(model_config(cfg)), config=asdict(cfg), param_names=ordered,
+                param_groups=optimizer.state_dict()["param_groups"], ties=tied_names(model),
+                scaler=scaler.state_dict() or None)
 
 
-def save_full(path, model, optimizer, header, world):
-    """One portable file (all ranks: it gathers)."""
-    reshard(model)  # so that its parameters are the shards
-    flat = {key: gather_full(t, world) for key, t in flat_state(model, optimizer).items()}
-    from_rank0(world, lambda: write_full_file(path, flat, header))
-
-
-def write_full_file(path, flat, header):
+def write_ckpt(path, flat, header):
     """nanoGPT's layout: 'model' by name, 'optimizer' by number, the header's values beside them."""
     weights, state = {}, {}
     for key, tensor in flat.items():
@@ -83,71 +217,54 @@ def write_full_file(path, flat, header):
     for first, *others in header["ties"]:
         weights.update(dict.fromkeys(others, weights[first]))  # one storage, so stored once
     optimizer = {"state": state, "param_groups": header["param_groups"]}
-    rest = {key: value for key, value in header.items() if key not in ("param_groups", "ties")}
-    with writing(path), atomic(path) as tmp:
-        torch.save({**rest, "model": weights, "optimizer": optimizer}, tmp)
+    elsewhere = ("param_groups", "ties", "files")
+    rest = {key: value for key, value in header.items() if key not in elsewhere}
+    with atomic(path) as f:
+        torch.save({**rest, "model": weights, "optimizer": optimizer}, f)
 
 
-class ShardedSaver:
-    """
-    Sharded checkpoints, written in the background while training goes on.
+@contextmanager
+def atomic(path):
+    """A file for bytes, which becomes `path` if the block ends well, and else disappears."""
+    tmp = path + ".tmp"
+    with writing(path):
+        try:
+            with open(tmp, "wb") as f:
+                yield f
+            sync(tmp)
+            os.replace(tmp, path)
+            sync(os.path.dirname(path) or ".")  # the rename itself
+        finally:
+            if os.path.exists(tmp):
+                os.remove(tmp)
 
-    save() copies this rank's rows to host memory and returns. finish() completes the directory with
-    its header once all ranks' files are there, moves out_dir/latest, and removes old ones. All
-    ranks call both.
-    """
 
-    def __init__(self, out_dir, keep, world):
-        self.out_dir, self.keep, self.world = out_dir, keep, world
-        self.path, self.header, self.future = None, None, None  # of the save under way
-        # its own group: the background thread's collectives must not mix with the training loop's
-        # and patient: ranks wait there for the slowest disk
-        distributed = dist.is_initialized()
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed else None
+def sync(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
-    def save(self, model, optimizer, header):
-        self.finish(wait=True)
-        reshard(model)
-        path = os.path.join(self.out_dir, f"step-{header['iter_num']:09d}")
-        # half-written, by a run that died here
-        from_rank0(self.world, lambda: shutil.rmtree(path, ignore_errors=True))
-        tensors = flat_state(model, optimizer)
-        self.path, self.header = path, header
-        with writing(path):
-            if self.group:
-                self.future = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
-            else:  # without a process group PyTorch saves in the foreground only
-                dcp.save(tensors, checkpoint_id=path, no_dist=True)
-        self.finish()
 
-    def finish(self, wait=False):
-        """Publish the save under way if it is complete; wait: block until it is (all ranks)."""
-        if self.path and (wait or self.future is None or self.future.done()):
-            with writing(self.path):
-                if self.future:
-                    self.future.result()
-                if self.world.rank == 0:
-                    self.publish()
-            self.path = self.header = self.future = None
-        if wait:
-            from_rank0(self.world, lambda: None)  # nobody goes on before `latest` has moved
+@contextmanager
+def writing(path):
+    """A failure to write inside is one line."""
+    try:
+        yield
+    # torch.save raises RuntimeError on a full disk; CheckpointException is no Exception
+    except (OSError, RuntimeError, CheckpointException) as e:
+        if isinstance(e, torch.OutOfMemoryError):
+            raise  # a RuntimeError too; ranks.run knows what to say
+        if isinstance(e, CheckpointException):
+            e, _ = next(iter(e.failures.values()))  # the first rank's
+        raise SystemExit(f"cannot write {path}: {first_line(e)}; the previous checkpoint is "
+                         "untouched. Make room, or pass another directory (out_dir)")
 
-    def publish(self):
-        with open(os.path.join(self.path, ".metadata"), "rb") as f:
-            self.header["metadata_crc32"] = zlib.crc32(f.read())
-        with atomic(os.path.join(self.path, "header.pt")) as tmp:
-            torch.save(self.header, tmp)
-        with atomic(os.path.join(self.out_dir, "latest")) as tmp, open(tmp, "w") as f:
-            f.write(os.path.basename(self.path) + "\n")
-        for old in sorted(glob.glob(os.path.join(self.out_dir, "step-*")))[:-self.keep]:
-            if old != self.path:
-                shutil.rmtree(old, ignore_errors=True)
+
+def first_line(e):
+    return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
 # ---------- finding and opening -----------------------------------------------
-
-
-ALONE = World()
 
 
 @dataclass
@@ -155,46 +272,54 @@ class Source:
     """An opened checkpoint; its header's "shapes" has the flat keys."""
     path: str
     header: dict
-    get: Callable = None  # flat key -> whole tensor on the CPU; only on rank 0
+    get: object = None  # function: flat key -> whole tensor on the CPU; only on rank 0
     sharded: bool = False
 
     def __reduce__(self):  # for the other ranks
         return Source, (self.path, self.header, None, self.sharded)
 
 
-def find(out_dir, world=ALONE):
+def find(out_dir, world):
     """
     The newest intact checkpoint as a Source, None if there is none (all ranks). Damaged ones are
     named and passed over; SystemExit if there are no others.
     """
     sources, problems = from_rank0(world, lambda: open_all(out_dir))
-    for source in sources:
-        if intact(source, world):
-            break
-        problems.append(f"{source.path}: damaged, or not visible to every rank")
-    else:
-        source = None
+    while sources and not intact(sources[0], world):
+        problems.append(f"{sources.pop(0).path}: damaged, or not visible to every rank")
     remedy = "remove it, or pass another out_dir"
-    if problems and source is None:
+    if problems and not sources:
         raise SystemExit(f"{problems[0]}; {remedy}")
     if world.rank == 0:
         for problem in problems:
             print(f"skipping {problem}; {remedy}", file=sys.stderr)
-    return source
+    return sources[0] if sources else None
 
 
 def open_all(out_dir):
     """([Source], newest first, [what is wrong with those that cannot be opened])."""
     sources, problems = [], []
-    for pattern, opener in (("ckpt.pt", open_full), ("last.pt", open_full),
-                            ("step-*/header.pt", open_sharded)):
-        for path in glob.glob(os.path.join(glob.escape(out_dir), pattern)):
-            try:
-                sources.append(opener(path))
-            except Exception as e:  # a damaged zip or pickle raises almost anything
-                problems.append(f"{path}: not a complete checkpoint ({type(e).__name__}: "
-                                f"{first_line(e)})")
+    for name in ("ckpt.pt", "last.pt", *steps(out_dir, HEADER)):
+        path = os.path.join(out_dir, name)
+        try:
+            if os.path.isdir(path):
+                sources.append(open_sharded(path))
+            elif os.path.exists(path):
+                sources.append(open_full(path))
+        except Exception as e:  # a damaged zip or pickle raises almost anything
+            problems.append(f"{path}: not a complete checkpoint ({type(e).__name__}: "
+                            f"{first_line(e)})")
+    for name in steps(out_dir, "header.pt"):
+        problems.append(f"{os.path.join(out_dir, name)}: of an older version; to keep it, run that "
+                        f"version's python checkpoint.py full {out_dir}, which makes it a ckpt.pt")
     return sorted(sources, key=lambda source: -source.header["iter_num"]), problems
+
+
+def steps(out_dir, last):
+    """Names of the sharded checkpoints that have the file that is written last, oldest first."""
+    names = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    return sorted(name for name in names if re.fullmatch(r"step-\d+", name)
+                  and os.path.exists(os.path.join(out_dir, name, last)))
 
 
 def open_full(path):
@@ -217,14 +342,17 @@ def open_full(path):
 
 
 def open_sharded(path):
-    """A directory, by the path of its header.pt."""
-    header, path = torch.load(path, weights_only=True), os.path.dirname(path)
-    if "metadata_crc32" not in header:
-        raise ValueError("an older version wrote it; make it a full one there")
-    with open(os.path.join(path, ".metadata"), "rb") as f:
-        if zlib.crc32(f.read()) != header.pop("metadata_crc32"):
-            raise ValueError("its .metadata is damaged")
-    entries = MetadataReader(path).read_metadata().state_dict_metadata
+    """A directory with its header.json."""
+    with open(os.path.join(path, HEADER)) as f:
+        text = f.read()
+    header = json.loads(text)
+    header.pop("checksum", None)
+    if text != sealed(header):
+        raise ValueError(f"its {HEADER} is damaged")
+    metadata = MetadataReader(path).read_metadata()
+    if {s.relative_path for s in metadata.storage_data.values()} - header["files"].keys():
+        raise ValueError(f"its .metadata names a file that {HEADER} does not list")
+    entries = metadata.state_dict_metadata
 
     def get(key):
         box = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)}
@@ -233,6 +361,12 @@ def open_sharded(path):
 
     shapes = {key: entry.size for key, entry in entries.items()}
     return make_source(path, header, shapes, get, sharded=True)
+
+
+def sealed(header):
+    """The header as JSON; its last field is the checksum of the rest."""
+    crc = zlib.crc32(json.dumps(header).encode())
+    return json.dumps({**header, "checksum": crc}, indent=1)
 
 
 def make_source(path, header, shapes, get, sharded=False):
@@ -276,59 +410,50 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def intact(source, world):
-    """
-    Do its checksums match? torch.load does not look. 0.5 s a GB; every rank reads its part of a
-    sharded one (all ranks).
-    """
-    pieces = [(source.path, 0, None)][world.rank:]  # a whole file; rank 0 alone may see it
+    """Do its checksums match? torch.load does not look. Every rank reads its part of a sharded
+    one's files, rank 0 a full one (all ranks)."""
+    good = True
     try:
-        if source.sharded:  # every rank's rows of a tensor are a zip of their own
-            stored = MetadataReader(source.path).read_metadata().storage_data.values()
-            pieces = [(os.path.join(source.path, s.relative_path), s.offset, s.length)
-                      for s in stored][world.rank::world.size]
-        bad = any(broken(*piece) for piece in pieces)
+        if source.sharded:
+            files = sorted(source.header["files"].items())[world.rank::world.size]
+            good = all(checksum(os.path.join(source.path, file)) == crc for file, crc in files)
+        elif world.rank == 0:  # alone it may see it
+            good = zipfile.ZipFile(source.path).testzip() is None
+            torch.load(source.path, map_location="meta", weights_only=True)  # the zip's directory
     except Exception:  # no such file, or not a zip any more
-        bad = True
-    return mean(torch.tensor(float(bad)), world, patient=True) == 0
+        good = False
+    return mean(torch.tensor(float(good)), world, patient=True) == 1
 
 
-def broken(path, offset, length):
+def checksum(path):
+    """The CRC-32 of a file."""
+    crc = 0
     with open(path, "rb") as f:
-        f.seek(offset)
-        file = io.BytesIO(f.read(length)) if length else f
-        bad = zipfile.ZipFile(file).testzip()
-        file.seek(0)
-        torch.load(file, map_location="meta", weights_only=True)  # the zip's directory has no sums
-        return bad
+        while piece := f.read(1 << 24):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 # ---------- loading -----------------------------------------------------------
 
 
-def check(source, cfg):
-    """Does the checkpoint match this run? SystemExit with key, both values and the remedy."""
+def compare(source, cfg):
+    """SystemExit if this run's model is not the checkpoint's. Else lines, one or none, that name
+    other settings which differ, maybe on purpose."""
     before = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}  # nanoGPT's
-    ours = {"model": cfg.model, "optimizer": cfg.optimizer, **asdict(model_config(cfg))}
-    theirs = {**source.header["model_args"], **{k: before[k] for k in ("model", "optimizer")}}
-    for key in ours.keys() & theirs.keys() - {"dropout"}:
-        cropped = key == "block_size" and ours[key] < theirs[key] and not source.sharded
-        if ours[key] != theirs[key] and not cropped:
-            remedy = f"pass --{key}={theirs[key]}, or another out_dir"
+    before.update(source.header["model_args"])
+    ours, keys = asdict(cfg), [f.name for f in fields(Config)]
+    for key in ("model", "optimizer", *asdict(model_config(cfg))):
+        cropped = key == "block_size" and ours[key] < before.get(key, 0) and not source.sharded
+        if ours[key] != before.get(key, ours[key]) and key != "dropout" and not cropped:
+            remedy = f"pass --{key}={before[key]}, or another out_dir"
             if key == "vocab_size":
                 remedy = "use the data set that it was trained on, or another out_dir"
             raise SystemExit(f"{key}={ours[key]} in this run, but {source.path} has {key}="
-                             f"{theirs[key]}; {remedy}")
-
-
-def changed(source, cfg):
-    """One line, or none: the settings that differ from the checkpoint's, maybe on purpose."""
-    keys = [f.name for f in fields(Config)]
-    keys = keys[keys.index("dataset"):keys.index("device")]  # data, model, optimizer
-    keys.remove("max_iters")
-    keys += ["block_size", "dropout"]  # the model's, which check() lets pass
-    ours, theirs = asdict(cfg), source.header["config"]
-    differ = [f"{key}={ours[key]!r} (was {theirs[key]!r})" for key in keys
-              if key in theirs and theirs[key] != ours.get(key, theirs[key])]
+                             f"{before[key]}; {remedy}")
+    keys = keys[keys.index("dataset"):keys.index("device")] + ["block_size", "dropout"]
+    differ = [f"{key}={ours[key]!r} (was {before[key]!r})" for key in keys
+              if key in ours.keys() & before and key != "max_iters" and ours[key] != before[key]]
     return [f"this run differs from that of {source.path}: {', '.join(differ)}"] if differ else []
 
 
@@ -358,7 +483,7 @@ def load(source, model, optimizer, world):
         full = source.get(key) if world.rank == 0 else None
         if full is not None and t.dim():
             full = full[:len(t)]
-        scatter_full(t, full, world)
+        broadcast_full(t, full, world)
 
 
 # ---------- the command -------------------------------------------------------
@@ -374,12 +499,12 @@ def main(argv):
         return print(f"{source.path} is a full checkpoint already")
     path = os.path.join(argv[1], "ckpt.pt")
     flat = {key: source.get(key) for key in source.header.pop("shapes")}
-    write_full_file(path, flat, source.header)
+    write_ckpt(path, flat, source.header)
     print(f"{source.path} -> {path}")
 
 
 def open_newest(out_dir):
-    source = find(out_dir)
+    source = find(out_dir, World())
     if source is None:
         raise SystemExit(f"{out_dir}: no checkpoint there")
     return source

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
@@ -104,7 +104,8 @@ class Config:
     #   added on the host, while the GPU waits; and one rank alone does not overlap its copies
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # in backward,
     #   selective recomputes the cheap parts, full whole blocks: least memory, a third more compute
-    activation_offload: bool = False  # keep saved activations in host memory
+    activation_offload: bool = False  # with activation_checkpointing=full: what it keeps, the
+    #   blocks' inputs, waits in host memory
     loss_chunks: int = 0  # N: head and loss in N pieces of the sequence, recomputed in backward, so
     #   that the logits, 12 bytes for each token and symbol, never exist whole; 8 is a good start
     prefetch_blocks: int = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 or more cost memory
@@ -143,9 +144,9 @@ def model_config(cfg):
 # ---------- files, flags, help ------------------------------------------------
 
 
-def load_config(argv, base=None):
-    """Config files and --key=value flags, applied left to right over the defaults or `base`."""
-    values = asdict(base) if base else {}
+def load_config(argv):
+    """Config files and --key=value flags, applied left to right over the defaults."""
+    values = {}
     for arg in argv:
         cls = config_class(values.get("model", Config.model))
         if not arg.startswith("--"):
@@ -167,12 +168,12 @@ def make_config(cls, values):
         raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
 
 
-def with_model(cfg, name, sizes):
-    """cfg with another model and its sizes; dropout stays this run's choice."""
-    cls = config_class(name)
-    keys = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    sizes = {key: value for key, value in sizes.items() if key != "dropout"}
-    return make_config(cls, {**keys, **sizes, "model": name})
+def with_model(cfg, header):
+    """cfg with the model of a checkpoint's header, and its sizes; dropout stays this run's."""
+    cls = config_class(header["config"].get("model", "gpt2"))
+    ours = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    sizes = {key: value for key, value in header["model_args"].items() if key != "dropout"}
+    return make_config(cls, {**ours, **sizes, "model": cls.model})
 
 
 def run_file(path, before):
@@ -263,9 +264,9 @@ def resolve(cfg, world, distributed=None):
 
 def conflicts(c, world, distributed):
     """[(key, is it wrong?, remedy)]."""
-    W, device, strategy = world.size, world.device.type, c.strategy
-    sharded, single = strategy in SHARDED, strategy == "single"
-    group = c.shard_group_size or world.local_size
+    W, device = world.size, world.device.type
+    sharded, single, ddp = c.strategy in SHARDED, c.strategy == "single", c.strategy == "ddp"
+    hybrid, group = c.strategy == "hybrid_shard", c.shard_group_size or world.local_size
     recomputed = c.activation_checkpointing != "none" or c.loss_chunks
     below = max(1, c.gradient_accumulation_steps // W) * W
     compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
@@ -281,25 +282,28 @@ def conflicts(c, world, distributed):
         *[(key, getattr(c, key) and not sharded,
            "only sharded strategies have it; use --strategy=full_shard")
           for key in ("cpu_offload", "wrap_min_params", "prefetch_blocks")],
-        ("dtype", c.dtype == "float8" and strategy == "ddp",
+        *[(key, getattr(c, key) != usual and single,
+           f"one process reduces nothing; use --{key}={usual}")
+          for key, usual in (("reduce_dtype", "float32"), ("grad_sync", "auto"))],
+        ("dtype", c.dtype == "float8" and ddp,
          "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
         ("cpu_offload", c.cpu_offload and c.dtype == "float8",
          "float8's scales need all weights in one memory; use --dtype=bfloat16"),
-        ("reduce_dtype", c.reduce_dtype != "float32" and single,
-         "one process reduces nothing; use --reduce_dtype=float32"),
-        ("grad_sync", c.grad_sync != "auto" and single,
-         "one process synchronizes nothing; use --grad_sync=auto"),
-        ("shard_group_size", c.shard_group_size and strategy != "hybrid_shard",
+        ("shard_group_size", c.shard_group_size and not hybrid,
          "only hybrid_shard has groups; use --strategy=hybrid_shard"),
-        ("shard_group_size", strategy == "hybrid_shard" and W % group,
+        ("shard_group_size", hybrid and W % group,
          f"{W} processes do not divide into groups of {group}; use a divisor of {W}"),
-        ("activation_offload", c.activation_offload and c.activation_checkpointing == "selective",
-         "selective checkpointing keeps its products out of reach; use full or none"),
+        ("activation_offload", c.activation_offload and c.activation_checkpointing != "full",
+         "it moves what checkpointing keeps, blocks' inputs; use --activation_checkpointing=full"),
         ("activation_offload", c.activation_offload and c.compile,
          "dynamo does not enter the hooks that move activations; use --compile=False"),
         ("wrap_min_params", c.wrap_min_params and c.compile and recomputed,
          "dynamo enters nothing that is recomputed and has FSDP's hooks inside; use "
          "--compile=False, or --wrap_min_params=0 for a unit per block"),
+        ("prefetch_blocks",
+         c.prefetch_blocks and c.wrap_min_params and c.activation_checkpointing != "none",
+         "what is recomputed inside a block would gather units that backward has left already; use "
+         "--prefetch_blocks=0, or --wrap_min_params=0 for a unit per block"),
         ("cpu_offload", c.cpu_offload and c.dtype == "float16" and device == "cuda",
          "GradScaler copies its scale to host memory without waiting, so offloaded gradients may "
          "be scaled by an old one; use --dtype=bfloat16 or float32, or --cpu_offload=0"),

@@ -3,10 +3,10 @@ FSDP2 in one file. A model on the meta device becomes single, DDP or sharded:
 
     freeze(model, cfg.freeze)                   # before: FSDP2 groups parameters by requires_grad
     wrapped = parallelize(model, cfg, world)    # checkpoint blocks, compile, shard, materialize
-    set_grad_sync(wrapped, cfg, last)           # before each forward: shall its backward reduce?
+    set_grad_sync(wrapped, cfg, is_last_micro_batch)   # before each forward: will backward reduce?
     norm = clip_grad_norm(wrapped, 1.0, world)  # after the last backward: all-reduces one number
     with inference(wrapped): ...                # evaluate or sample, and leave nothing gathered
-    gather_full, write_full, scatter_full       # whole tensors out and in, for checkpoints
+    gather_full, write_full, broadcast_full     # whole tensors out and in, for checkpoints
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and their
 gradients reduced, in one collective. docs/fsdp.md walks through a step.
@@ -15,18 +15,20 @@ gradients reduced, in one collective. docs/fsdp.md walks through a step.
 import re
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as recompute  # PyTorch's; ours writes files
 
 import float8
-from activations import keep_less
 from configurator import DTYPES, SHARDED
+
+ROOT = ""  # the root unit's name, as in named_modules
 
 
 def parallelize(model, cfg, world):
@@ -39,7 +41,7 @@ def parallelize(model, cfg, world):
     float8.convert(model, cfg, world)
     # a) checkpoint activations inside what is compiled and sharded: recomputation then runs
     #    between FSDP's backward hooks, with the unit's parameters gathered
-    keep_less(model, cfg, world.device)
+    checkpoint_activations(model, cfg, world.device)
     wrap = shard if cfg.strategy in SHARDED else replicate
     return wrap(model, cfg, world)
 
@@ -56,15 +58,16 @@ def shard(model, cfg, world):
 
     # c) shard the units, inner before outer, then the root, which takes all the rest
     units = find_units(model, cfg.wrap_min_params)
-    host = dist.fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    host = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     offload = {name: dict(offload_policy=host) for name in offloaded_units(units, cfg.cpu_offload)}
     precision = MixedPrecisionPolicy(  # parameters stay fp32
         param_dtype=None if cfg.dtype == "float32" else DTYPES[cfg.dtype],  # gather and compute
         reduce_dtype=DTYPES[cfg.reduce_dtype])  # if omitted, FSDP2 sums gradients in param_dtype
     common = dict(mesh=make_mesh(cfg, world), mp_policy=precision)
-    free = cfg.strategy != "shard_grad_op"  # the gathered copy, between forward and backward?
+    reshard_after_forward = cfg.strategy != "shard_grad_op"
     for name, unit in units:
-        fully_shard(unit, reshard_after_forward=free, **common, **offload.get(name, {}))
+        options = dict(common, **offload.get(name, {}))
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     # the root stays gathered: backward begins with it
     fully_shard(model, reshard_after_forward=False, **common, **offload.get(ROOT, {}))
 
@@ -76,7 +79,7 @@ def shard(model, cfg, world):
                 module.to_empty(device=device, recurse=False)
 
     # e) in backward FSDP2 gathers one unit ahead: not the frozen ones that it never reaches
-    for _, unit in without_backward(model, units):
+    for _, unit in frozen_prefix(model, units):
         unit.set_unshard_in_backward(False)
     if cfg.prefetch_blocks:
         prefetch(model, units, cfg.prefetch_blocks)
@@ -94,10 +97,9 @@ def replicate(model, cfg, world):
     if cfg.strategy == "ddp":
         device_ids = [world.device.index] if world.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        hooks = dict(bfloat16=default_hooks.bf16_compress_hook,
-                     float16=default_hooks.fp16_compress_hook)
-        if cfg.reduce_dtype in hooks:  # in a lambda: by its name DDP refuses bf16's without NCCL
-            hook = hooks[cfg.reduce_dtype]
+        hook = dict(bfloat16=default_hooks.bf16_compress_hook,
+                    float16=default_hooks.fp16_compress_hook).get(cfg.reduce_dtype)
+        if hook:  # in a lambda: DDP refuses a hook named bf16_compress_hook without NCCL
             model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
     if cfg.compile:
         model.compile()  # in place, so names stay; after DDP, which splits the graph at its buckets
@@ -105,7 +107,6 @@ def replicate(model, cfg, world):
 
 
 # ---------- units: what is gathered together, and among whom ------------------
-ROOT = ""  # the root unit's name, as in named_modules
 
 
 def find_units(model, min_params=0):
@@ -123,7 +124,7 @@ def find_units(model, min_params=0):
         left = list(module.parameters(recurse=False))
         for child, submodule in module.named_children():
             left += visit(f"{name}.{child}".lstrip("."), submodule)
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # no forward, so no hooks
+        container = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))  # no hooks
         too_small = sum(p.numel() for p in left) < min_params
         if module is model or container or too_small or tied.intersection(left):
             return left
@@ -145,12 +146,12 @@ def tied_names(model):
 def offloaded_units(units, fraction):
     """Names of the units in host memory: `fraction` of them, spread evenly so that copies overlap
     with the other units' compute. At 1 the root too."""
-    due = [int(i * fraction + 1e-9) for i in range(len(units) + 1)]
+    due = [int(i * fraction + 1e-9) for i in range(len(units) + 1)]  # of the first i
     names = {name for i, (name, _) in enumerate(units) if due[i + 1] > due[i]}
     return names | {ROOT} if fraction == 1 else names
 
 
-def without_backward(model, units):
+def frozen_prefix(model, units):
     """The units that come before the first trainable parameter: backward never reaches them."""
     position = {p: i for i, p in enumerate(model.parameters())}  # registered in forward order
     first_trained = min(i for p, i in position.items() if p.requires_grad)
@@ -175,7 +176,7 @@ def prefetch(model, units, n):
         unit.set_modules_to_backward_prefetch(order[max(0, i - n):i][::-1])
 
 
-# ---------- before sharding: freezing -----------------------------------------
+# ---------- before sharding: what trains, and what is kept for backward --------
 
 
 def freeze(model, pattern):
@@ -194,6 +195,47 @@ def freeze(model, pattern):
         model.get_parameter(name).requires_grad_(False)
 
 
+def checkpoint_activations(model, cfg, device):
+    """Keep fewer activations until backward, which computes the rest again. full: each block's
+    input, with activation_offload in host memory; selective: the outputs of matrix products and
+    attention too. (Wrapping the modules would change their names.) And the loss in chunks."""
+    options = dict(use_reentrant=False)
+    if cfg.activation_checkpointing == "selective":
+        # FSDP's hooks leave marks for the profiler, one more when a unit inside a block runs again
+        marks = (("_record_function_enter_new", "default"),
+                 ("_record_function_exit", "_RecordFunction"))
+        ops = [getattr(getattr(torch.ops.profiler, op, None), name, None) for op, name in marks]
+        ignored = getattr(recompute, "SAC_IGNORED_OPS", set())  # private names, so maybe gone
+        ignored.update(filter(None, ops))
+        options["context_fn"] = partial(recompute.create_selective_checkpoint_contexts,
+                                        keep_products)
+    for block in model.blocks:
+        if cfg.activation_checkpointing != "none":
+            block.forward = partial(recompute.checkpoint, block.forward, **options)
+        if cfg.activation_offload:
+            block.forward = partial(offload_saved, block.forward, device)
+    if cfg.loss_chunks:
+        if not hasattr(model, "loss_chunks"):
+            raise SystemExit(f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss "
+                             "(see the header of model.py); use --loss_chunks=0")
+        model.loss_chunks = cfg.loss_chunks
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    # not baddbmm: the T x T scores of attention that is written out
+    products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+    expensive = op.overloadpacket in products or "_scaled_" in str(op)  # attention, float8
+    policy = recompute.CheckpointPolicy
+    return policy.MUST_SAVE if expensive else policy.PREFER_RECOMPUTE
+
+
+def offload_saved(forward, device, *args, **kwargs):
+    """forward(...), but what is saved for backward goes to host memory: around a checkpointed
+    forward that is its input; around any other, weights would go too."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+        return forward(*args, **kwargs)
+
+
 # ---------- in the step -------------------------------------------------------
 
 
@@ -204,19 +246,19 @@ def autocast(cfg, device):
     return torch.autocast(device.type, DTYPES[cfg.dtype])
 
 
-def set_grad_sync(model, cfg, last):
+def set_grad_sync(model, cfg, is_last_micro_batch):
     """Before each micro-batch's forward. grad_sync=every: reduce after each, so that a rank holds
     only its share of the gradients. last: add up locally and reduce once, less traffic but a whole
     gradient in memory; shard_grad_op then keeps parameters gathered too (ZeRO-1's traffic)."""
-    sync = last or cfg.grad_sync == "every"
+    sync = is_last_micro_batch or cfg.grad_sync == "every"
     if cfg.strategy == "ddp":
         model.require_backward_grad_sync = sync  # what DDP's no_sync() sets
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)
         if cfg.strategy == "hybrid_shard":
-            model.set_requires_all_reduce(last)  # between the groups: once a step either way
+            model.set_requires_all_reduce(is_last_micro_batch)  # between groups: once a step
         if cfg.strategy == "shard_grad_op" and cfg.grad_sync == "last":
-            model.set_reshard_after_backward(last)
+            model.set_reshard_after_backward(is_last_micro_batch)
 
 
 def clip_grad_norm(model, max_norm, world):
@@ -249,8 +291,7 @@ def inference(model):
 
 
 def reshard(model):
-    """Free what is gathered. A forward without backward leaves the root gathered, or with
-    shard_grad_op all; model.parameters() are then the copies, not the shards, and soon stale."""
+    """Free what a forward without backward left gathered. Until then its parameters are copies."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -271,15 +312,14 @@ def write_full(t, full):
     """Set t from its whole value; a sharded t takes its rows. No communication, no second copy."""
     t = t.detach()
     if isinstance(t, DTensor):
-        mesh, rows = t.device_mesh, len(t)
+        rows = -(-len(t) // t.device_mesh.size(-1))  # as FSDP2 cuts: the last ranks have fewer
+        start = t.device_mesh.get_local_rank("shard") * rows
         t = t.to_local()
-        # as FSDP2 cuts: ceil(rows / ranks) each, the last ranks have fewer or none
-        start = mesh.get_local_rank("shard") * -(-rows // mesh.size(-1))
         full = full[start:start + len(t)]
     t.copy_(full)
 
 
-def scatter_full(t, full, world):
+def broadcast_full(t, full, world):
     """Rank 0's whole value `full` into t on every rank (collective)."""
     if world.size > 1:
         if world.rank > 0:

@@ -3,29 +3,26 @@ GPT-2, Llama (Llama 1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's form
 
     python train.py config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M   # the hub's
     python train.py ... --init_from=DIR    # config.json; model.safetensors, or shards and an index
-    python huggingface.py out-x DIR --dtype=bfloat16     # out-x's newest checkpoint, for
-                                                         # transformers; float32 without --dtype
-Tensors are read and written one at a time. What a config.json asks for and our models do not
-compute is refused.
+    python huggingface.py out-x DIR --dtype=bfloat16    # out-x's newest checkpoint to transformers
+
+A config.json that our models do not compute is refused. Writing takes host memory for the model.
 """
 
 import json
-import math
 import os
 import shutil
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict
-from functools import partial
+from pathlib import Path
 
 import torch
 
-from checkpoint import Source, open_newest
+from checkpoint import Source, atomic, first_line, open_newest
 from configurator import DTYPES, model_file
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, local_copy
 from metrics import optional
-from outdir import atomic, first_line
 from ranks import run
 
 # ---------- a row for each architecture ---------------------------------------
@@ -51,7 +48,6 @@ ARCHITECTURES = {  # {their model_type: (their class, our model, keys, what it i
     "qwen3": ("Qwen3ForCausalLM", "llama", LLAMA, LLAMA_IS)}
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192)  # beside a factor
-CODES = {"float32": "F32", "bfloat16": "BF16"}  # types that we write
 # GPT-2's own code multiplies x @ W, nn.Linear x @ W.T: these four matrices are stored transposed
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -63,11 +59,11 @@ def open_pretrained(name):
     path = local_copy("init_from", name, hub, "config.json", "model*.safetensors*", TOKENIZER)
     where, shapes = {}, {}  # of our keys: (file, their key, stored transposed?); shape
     try:
-        model, args = understand(read_json(path, "config.json"))
+        model, args = understand(json.loads(Path(path, "config.json").read_text("utf-8")))
         args = asdict(model_file(model).ModelConfig(**args))
-        files, index = ["model.safetensors"], "model.safetensors.index.json"
-        if os.path.exists(os.path.join(path, index)):
-            files = sorted(set(read_json(path, index)["weight_map"].values()))
+        files, index = ["model.safetensors"], Path(path, "model.safetensors.index.json")
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         for file in (os.path.join(path, file) for file in files):
             with safe_open(file, "pt") as opened:
                 for key in opened.keys():
@@ -89,11 +85,6 @@ def open_pretrained(name):
     header = dict(iter_num=0, best_val_loss=1e9, model_args=args, config={"model": model},
                   shapes=shapes, scaler=None)
     return Source(path, header, get)
-
-
-def read_json(*path):
-    with open(os.path.join(*path), encoding="utf-8") as f:
-        return json.load(f)
 
 
 def understand(theirs):
@@ -143,39 +134,26 @@ def export(source, path, dtype="float32"):
         theirs["head_dim"] = args["head_dim"] or args["n_embd"] // args["n_head"]
         if args["rope_factor"] > 1:
             theirs["rope_scaling"] = dict(LLAMA3, factor=args["rope_factor"])
-    tensors = {}  # {their name: (shape, function that gives it)}
+    tensors = {}
     for key, shape in source.header["shapes"].items():
         state, _, name = key.partition(".")
         if state != "model" or (theirs["tie_word_embeddings"] and name == "lm_head.weight"):
             continue  # the optimizer's; or tied, and transformers ties it again
-        tensors[name] = shape, partial(source.get, key)
-        if model == "gpt2" and name.endswith(TRANSPOSED):
-            tensors[name] = shape[::-1], lambda key=key: source.get(key).t()
+        flip = model == "gpt2" and name.endswith(TRANSPOSED)
+        tensor = source.get(key).to(DTYPES[dtype])
+        tensors[name] = tensor.t().contiguous() if flip else tensor
         norm_or_linear = name.endswith("weight") and not name.endswith(("wte.weight", "wpe.weight"))
         if model == "gpt2" and not args["bias"] and norm_or_linear:  # their GPT-2 has biases
-            tensors[name[:-6] + "bias"] = shape[:1], partial(torch.zeros, shape[0])
+            tensors[name[:-6] + "bias"] = torch.zeros(shape[0], dtype=DTYPES[dtype])
+    save = optional("safetensors.torch", "a Hugging Face directory").save
     os.makedirs(path, exist_ok=True)
-    write_safetensors(os.path.join(path, "model.safetensors"), tensors, dtype)
-    with atomic(os.path.join(path, "config.json")) as tmp, open(tmp, "w") as f:
-        json.dump(theirs, f, indent=2)
+    for file, data in (("model.safetensors", save(tensors, {"format": "pt"})),
+                       ("config.json", json.dumps(theirs, indent=2).encode())):
+        with atomic(os.path.join(path, file)) as f:
+            f.write(data)
     directory = data_dir(config.get("dataset", ""))
     if read_meta(directory).get("tokenizer") == TOKENIZER:
         shutil.copy(os.path.join(directory, TOKENIZER), path)
-
-
-def write_safetensors(path, tensors, dtype):
-    """The format: 8 bytes for the size of a JSON header, the header, the tensors' bytes. Written
-    here, since the library's save_file wants all tensors in memory."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, (shape, _) in tensors.items():
-        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-        header[name] = dict(dtype=CODES[dtype], shape=list(shape), data_offsets=[start, end])
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with atomic(path) as tmp, open(tmp, "wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for _, get in tensors.values():
-            f.write(get().to(DTYPES[dtype]).contiguous().view(torch.uint8).numpy())
 
 
 def main(argv):
@@ -183,15 +161,15 @@ def main(argv):
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
     parser.add_argument("out_dir", help="of a run")
     parser.add_argument("directory", help="to write")
-    parser.add_argument("--dtype", default="float32", choices=CODES, help="(%(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
+                        help="(%(default)s)")
     args = parser.parse_args(argv)
     source = open_newest(args.out_dir)
     try:
         export(source, args.directory, args.dtype)
     except OSError as e:
         raise SystemExit(f"{args.directory}: {e}; pass a directory that can be written")
-    print(f"{source.path} -> {args.directory}: AutoModelForCausalLM.from_pretrained("
-          f"'{args.directory}')")
+    print(f"{source.path} -> {args.directory}, for AutoModelForCausalLM.from_pretrained")
 
 
 if __name__ == "__main__":

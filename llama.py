@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import attend, head_loss, normal
+from model import GPT, attend, normal
 
 
 @dataclass
@@ -130,6 +130,7 @@ class Llama(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.loss_chunks = 0  # for head_loss
         self.model = nn.ModuleDict(dict(
             embed_tokens=nn.Embedding(config.vocab_size, config.n_embd),
             layers=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
@@ -138,7 +139,6 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.head_loss = head_loss
 
     @property
     def blocks(self):
@@ -156,7 +156,9 @@ class Llama(nn.Module):
         x = self.model.norm(x)
         if targets is None:
             return self.lm_head(x[:, [-1], :]), None  # generation needs the last position only
-        return self.head_loss(x, self.lm_head, targets)
+        return self.head_loss(x, targets)
+
+    head_loss = GPT.head_loss
 
     def initial_value(self, name, shape, seed):
         """As GPT's, with its smaller ends of branches; Hugging Face draws all with 0.02."""

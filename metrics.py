@@ -1,48 +1,45 @@
 """
-What a run reports: out_dir/metrics.jsonl (one object a line), wandb and TensorBoard if asked for,
-and the device's peaks.
+What a run reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to wandb
+and TensorBoard if asked for. Rank 0 reports; on the others nothing happens.
 
-    metrics = Metrics(cfg, world, run_id, step)   # rank 0 writes; on the others nothing happens
-    metrics.write(dict(iter=step, loss=2.3))
+    log = Log(cfg, world, run_id, step, flops_per_token(model))
+    log.step(step, loss, norm, lr, scale)      # every log_interval steps
+    with log.paused(): ...                     # an evaluation is no part of the steps' time
 """
 
 import importlib
 import json
 import math
 import os
-import re
 import resource
 import sys
+import time
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from outdir import atomic, writing
+from checkpoint import atomic, writing
+from ranks import print0
 
-PEAK_FLOPS = {  # dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16)
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12,
-    "H100 NVL": 835e12, "H100 PCIe": 756e12, "A100": 312e12, "A10": 125e12, "L40S": 362e12,
-    "L40": 181e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}
-SOLD_AS = {  # these names as drivers spell them, where they add something
-    "GH200 480GB": "GH200", "GH200 144G HBM3e": "GH200", "H100 80GB HBM3": "H100",
-    "A100-SXM4-40GB": "A100", "A100-SXM4-80GB": "A100", "A100-PCIE-40GB": "A100",
-    "A100 80GB PCIe": "A100", "V100-SXM2-16GB": "V100", "V100-SXM2-32GB": "V100",
-    "GeForce RTX 4090": "RTX 4090", "GeForce RTX 3090": "RTX 3090",
-}
+# dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16)
+PEAK_FLOPS = {
+    "B200": 2250e12, "H200": 989e12, "H200 NVL": 835e12, "GH200 480GB": 989e12,
+    "GH200 144G HBM3e": 989e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+    "A100-SXM4-40GB": 312e12, "A100-SXM4-80GB": 312e12, "A100-PCIE-40GB": 312e12,
+    "A100 80GB PCIe": 312e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "V100-SXM2-16GB": 125e12, "V100-SXM2-32GB": 125e12, "T4": 65e12,
+    "GeForce RTX 4090": 165e12, "GeForce RTX 3090": 71e12}
 
 
 def peak_flops(device):
-    """
-    The FLOP/s that MFU is relative to, None if the device's name is not exactly known: a part of it
-    says too little, as L40 has L4 in it. It is the bf16 peak whatever the run's dtype: in float32 a
-    GPU cannot come near it.
-    """
+    """The FLOP/s that MFU is relative to, of bf16 whatever the run's dtype. None unless the name is
+    exactly known: a part of it says too little, as L40 has L4 in it."""
     if device.type != "cuda":
         return None
-    name = re.sub("^(NVIDIA|Tesla) ", "", torch.cuda.get_device_name(device))
-    return PEAK_FLOPS.get(SOLD_AS.get(name, name))
+    name = torch.cuda.get_device_name(device)
+    return PEAK_FLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
 def flops_per_token(model):
@@ -61,28 +58,18 @@ def peak_memory(device):
     """Bytes: the allocator's peak on CUDA, elsewhere the process's peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return peak_host_memory()
-
-
-def peak_host_memory():
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def duration(seconds):
-    if seconds < 90:
-        return f"{seconds:.0f}s"
-    return f"{seconds / 60:.1f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
-
-
-def describe(cfg, model, batches, tokens_per_step, source, world):
+def describe(cfg, model, batches, source, world):
     """The lines that head a run's output."""
     n = sum(p.numel() for p in model.parameters())
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    epoch = len(batches.files["train"]) * cfg.block_size / tokens_per_step
+    samples = cfg.gradient_accumulation_steps * cfg.batch_size
     yield (f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
-           f"{world.device.type}, {cfg.dtype}, {tokens_per_step:,} tokens a step, "
-           f"epoch = {epoch:,.0f} steps")
+           f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens a step, "
+           f"epoch = {len(batches.files['train']) / samples:,.0f} steps")
     if frozen:
         yield f"{frozen:,} parameters are frozen: no gradients, no optimizer state"
     if cfg.dtype == "float8" and world.device.type == "cpu":
@@ -94,34 +81,64 @@ def describe(cfg, model, batches, tokens_per_step, source, world):
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise --max_iters to continue"
 
 
-class Metrics:
-    def __init__(self, cfg, world, run_id, step):
+class Log:
+    def __init__(self, cfg, world, run_id, step, flops_per_token):
         """run_id: None for a run that leaves nothing behind."""
+        self.max_iters, self.world, self.next_step = cfg.max_iters, world, step
+        self.started = self.since = time.time()
+        self.tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+        self.flops, self.peak_flops = flops_per_token * self.tokens, peak_flops(world.device)
         wanted = {jsonl: True, wandb: cfg.wandb_log, tensorboard: cfg.tensorboard}
-        names = [log for log in wanted if wanted[log] and run_id and world.rank == 0]
-        self.logs = [log(cfg, run_id, step) for log in names]
+        outputs = [output for output in wanted if wanted[output] and run_id and world.rank == 0]
+        self.outputs = [output(cfg, run_id, step) for output in outputs]
+
+    @contextmanager
+    def paused(self):
+        start = time.time()
+        yield
+        self.since += time.time() - start
+
+    def step(self, step, loss, norm, lr, scale):
+        """Log this step's numbers, and the time of a step since the last call."""
+        now, memory = time.time(), peak_memory(self.world.device)
+        seconds = (now - self.since) / (step + 1 - self.next_step)
+        self.since, self.next_step = now, step + 1
+        rate = self.tokens / seconds
+        mfu = self.flops / seconds / self.peak_flops / self.world.size if self.peak_flops else None
+        print0(self.world, f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
+                           f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {rate:,.0f} tok/s, "
+                           f"norm {norm:.2f}, mem {memory / 2**30:.2f}GiB, "
+                           f"{seconds * (self.max_iters - step - 1) / 60:.1f}m left")
+        self.write(dict(iter=step, loss=loss, grad_norm=norm, lr=lr, time_ms=seconds * 1000,
+                        tokens_per_s=rate, mfu=mfu, loss_scale=scale, peak_memory=memory,
+                        wall_s=now - self.started))
+
+    def evaluation(self, step, losses):
+        print0(self.world, f"step {step}: train loss {losses['train']:.4f}, "
+                           f"val loss {losses['val']:.4f}")
+        self.write(dict(iter=step, train_loss=losses["train"], val_loss=losses["val"]))
 
     def write(self, row):
         """Log a row, with the perplexities of its losses."""
         for loss, name in (("loss", "perplexity"), ("val_loss", "val_perplexity")):
             if loss in row:
                 row = {**row, name: math.exp(min(row[loss], 700.0))}  # exp overflows from 710 on
-        for write, _ in self.logs:
+        for write, _ in self.outputs:
             write(row)
 
     def close(self):
-        for _, close in self.logs:
+        for _, close in self.outputs:
             close()
 
 
 def jsonl(cfg, run_id, step):
     path = os.path.join(cfg.out_dir, "metrics.jsonl")
     with writing(path):
-        if step and os.path.exists(path):  # what followed the checkpoint will be logged again
-            kept = [row for row in read_rows(cfg.out_dir)
-                    if row["iter"] < step and row.get("run", run_id) == run_id]
-            with atomic(path) as tmp, open(tmp, "w") as f:
-                f.writelines(json.dumps(row) + "\n" for row in kept)
+        if step and os.path.exists(path):
+            with open(path, errors="replace") as f:
+                kept = "".join(line.rstrip() + "\n" for line in f if comes_before(step, line))
+            with atomic(path) as f:
+                f.write(kept.encode())
         file = open(path, "ab" if step else "wb", buffering=0)  # no line waits in a buffer
 
     def write(row):
@@ -129,6 +146,14 @@ def jsonl(cfg, run_id, step):
             file.write((json.dumps({"run": run_id, **row}) + "\n").encode())
 
     return write, file.close
+
+
+def comes_before(step, line):
+    """A resumed run logs the later steps again. A kill leaves half a line."""
+    try:
+        return json.loads(line)["iter"] < step
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def wandb(cfg, run_id, step):
@@ -149,26 +174,6 @@ def tensorboard(cfg, run_id, step):
                 writer.add_scalar(key, value, row["iter"])
 
     return write, writer.close
-
-
-def read_rows(out_dir):
-    """The objects in metrics.jsonl; lines that are damaged are left out, and counted on stderr."""
-    path, rows, bad = os.path.join(out_dir, "metrics.jsonl"), [], 0
-    try:
-        with open(path, errors="replace") as f:
-            lines = f.read().splitlines(keepends=True)
-    except OSError as e:
-        raise SystemExit(f"{path}: {e.strerror}")
-    for line in lines:
-        try:
-            row = json.loads(line)
-            row["iter"] + 0
-            rows.append(row)
-        except (ValueError, TypeError, KeyError):
-            bad += line.endswith("\n")  # a killed run leaves half a line at the end
-    if bad:
-        print(f"{path}: {bad} damaged lines left out", file=sys.stderr)
-    return rows
 
 
 def optional(module, wanted_by):

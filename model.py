@@ -12,10 +12,10 @@ Model, an nn.Module with
     blocks                           the repeated layers in forward order: FSDP's units
     forward(idx, targets, cache)     -> (logits, loss); cache is only for sample.py
     initial_value(name, shape, seed) -> the whole starting value of a parameter
-    head_loss                        = the one below; loss_chunks and compile replace it (optional)
-Parameters are registered in the order in which forward uses them. train.py builds the model on the
-meta device (names and shapes, no memory), shards it, and only then fills it with initial_value.
-There are no buffers: nobody would shard or fill them.
+    head_loss(x, targets)            as GPT's, with its attribute loss_chunks (both optional)
+Parameters are registered in the order in which forward uses them; there are no buffers, which
+nobody would shard or fill. train.py builds the model on the meta device (names and shapes, no
+memory), shards it, and only then fills it with initial_value.
 
 Sizes: B sequences of T tokens, C = n_embd, nh heads of hs = C / nh, V = vocab_size.
 Architecture: Radford et al. 2019 (GPT-2): pre-LayerNorm, learned positions, GELU, tied head.
@@ -103,6 +103,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.loss_chunks = 0  # the key of this name sets it
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -112,7 +113,6 @@ class GPT(nn.Module):
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # tied: one tensor under two names
-        self.head_loss = head_loss
 
     @property
     def blocks(self):
@@ -120,10 +120,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """
-        idx (B, T) token ids -> (logits, loss).
-
-        With targets (B, T; -1 is ignored): logits (B, T, V) and the mean cross-entropy, in fp32.
-        Without: logits of the last position only, (B, 1, V), and None.
+        idx (B, T) token ids -> (logits, loss). With targets (B, T; -1 is ignored): logits (B, T, V)
+        and the mean cross-entropy in fp32. Without: of the last position only, (B, 1, V), and None.
         cache: one sample.KVCache per block; idx then continues what the cache holds.
         """
         past = 0 if cache is None else cache[0].length
@@ -138,12 +136,31 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x[:, [-1], :]), None  # generation needs the last position only
-        return self.head_loss(x, self.lm_head, targets)
+        return self.head_loss(x, targets)
+
+    def head_loss(self, x, targets):
+        """
+        x (B, T, C), targets (B, T) -> logits (B, T, V), and the mean loss over targets but -1.
+        With loss_chunks=N: no logits, and the loss in N pieces of the sequence, each computed again
+        in backward: 1 / N of the logits at a time. (F.linear_cross_entropy, in torch from 2.13 on,
+        breaks a compiled graph, and computes its gradients before float16's are scaled.)
+        """
+        if not self.loss_chunks:
+            logits = self.lm_head(x)
+            return logits, cross_entropy(logits, targets)
+
+        def sum_loss(x, targets):
+            return cross_entropy(self.lm_head(x), targets, reduction="sum")
+
+        total = 0.0
+        for piece in zip(*(t.chunk(self.loss_chunks, dim=1) for t in (x, targets))):
+            total += checkpoint(sum_loss, *piece, use_reentrant=False, preserve_rng_state=False)
+        return None, total / (targets != -1).sum()
 
     def initial_value(self, name, shape, seed):
         """
         The whole starting value of parameter `name`: fp32, on the CPU, a function of (seed, name).
-        Drawn whole even if a rank keeps only a few rows: this makes the model the same at every
+        Drawn whole even if a rank keeps a few rows of it, so that the model is the same at every
         world size, strategy and device. DTensor's own random ops do not promise that.
         """
         module, kind = name.split(".")[-2:]
@@ -164,7 +181,7 @@ ModelConfig, Model = GPTConfig, GPT  # the names that --model looks for
 
 
 def attend(q, k, v, dropout):
-    """Causal attention: q, k, v (B, nh, T, hs); with a cache k and v are longer, and T = 1. They
+    """Causal attention: q, k, v (B, nh, T, hs); k and v are longer where a cache had some. They
     may have fewer heads: each then serves several of q's (grouped-query attention)."""
     B, nh, T, hs = q.size()
     explicit = explicit_is_faster(q.device.type, q.dtype, T)
@@ -181,30 +198,9 @@ def attend(q, k, v, dropout):
 
 
 def explicit_is_faster(device_type, dtype, T):
-    """Is attention faster written out? On CPUs in bf16 it takes 9%, 20% and 45% of the fused
-    kernel's time at T = 64, 128 and 256 (AMX). From T = 512 on, and in fp32, it is slower."""
+    # on CPUs in bf16 attention that is written out takes 9%, 20% and 45% of the fused kernel's time
+    # at T = 64, 128 and 256 (AMX); from T = 512 on, and in fp32, it is slower
     return device_type == "cpu" and dtype == torch.bfloat16 and 1 < T <= 256
-
-
-def head_loss(x, head, targets, chunks=0):
-    """
-    x (B, T, C), targets (B, T) -> logits (B, T, V), and the mean loss over targets that are not -1.
-
-    With chunks=N: no logits, and the loss in N pieces of the sequence, each computed again in
-    backward: 1 / N of the logits at a time. (F.linear_cross_entropy, in torch from 2.13 on, breaks
-    a compiled graph, and computes its gradients before float16's are scaled.)
-    """
-    if not chunks:
-        logits = head(x)
-        return logits, cross_entropy(logits, targets)
-    total = 0.0
-    for piece in zip(x.chunk(chunks, dim=1), targets.chunk(chunks, dim=1)):
-        total += checkpoint(sum_loss, head, *piece, use_reentrant=False, preserve_rng_state=False)
-    return None, total / (targets != -1).sum()
-
-
-def sum_loss(head, x, targets):
-    return cross_entropy(head(x), targets, reduction="sum")
 
 
 def cross_entropy(logits, targets, reduction="mean"):

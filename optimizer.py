@@ -37,9 +37,6 @@ def make_optimizer(model, cfg):
 
 # ---------- Muon --------------------------------------------------------------
 
-# float16's range is too small for gradients whose scale is gone
-MUON_DTYPES = {**DTYPES, "float16": torch.float32}
-
 
 def hidden_matrices(model, cfg):
     """{parameter: None} of those that Muon updates: what trains and is 2-D inside the blocks."""
@@ -62,7 +59,9 @@ class Muon(torch.optim.Optimizer):
                      momentum=cfg.momentum)
         super().__init__([group, *adamw.param_groups], {})
         adamw.state = self.state
-        self.adamw, self.dtype = adamw, MUON_DTYPES[cfg.dtype]
+        self.adamw, self.dtype = adamw, DTYPES[cfg.dtype]
+        if cfg.dtype == "float16":  # its range is too small for gradients whose scale is gone
+            self.dtype = torch.float32
 
     @torch.no_grad()
     def step(self):

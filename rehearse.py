@@ -2,12 +2,13 @@
 A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number of
 ranks, on fake tensors, which have shapes and no memory. A ledger notes what each storage holds.
 
-    timeline, marks = rehearse(cfg, world)   # bytes of each of KINDS after every change
+    timeline, marks, collectives = rehearse(cfg, world)
 
 This holds for any model file and any key. All private parts of PyTorch that it needs are here.
 """
 
 import math
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,73 +23,71 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+import float8
 import fsdp
-from optimizer import make_optimizer
+from configurator import DTYPES, SHARDED
+from optimizer import local, make_optimizer
 from train import meta_model, train_step
 
 try:
     from torch._subclasses import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError:
-    FakeTensorMode, TorchDispatchMode = None, object
+except ImportError as e:
+    raise SystemExit(f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13")
 
-# what memory holds, the stronger name first: a shard that is gathered from stays a parameter
+# what memory holds; what has had two names keeps the first: a shard that is gathered from stays a
+# parameter
 KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
 
 
 def rehearse(cfg, world):
     """
-    A training step of rank 0: (bytes of each of KINDS after every change (changes, kinds), marks).
-    marks: [(change, where)], from which change on the step is in forward, its head, backward
-    (which block) or the optimizer.
-
-    Two micro-batches need what any number does. DDP's reducer is C++ and wants real memory; its
-    buckets hold all gradients all the time, as `single` does from the second micro-batch on.
+    A training step of rank 0:
+    timeline     bytes of each of KINDS after every change: (changes, kinds)
+    marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
+    collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}
     """
-    if FakeTensorMode is None:
-        raise SystemExit(f"the rehearsal needs private parts of PyTorch that {torch.__version__} "
-                         "does not have; use torch 2.13")
-    micro_batches = min(cfg.gradient_accumulation_steps // world.size, 2)
+    # two micro-batches need the memory of any number, and with ddp, whose buckets hold gradients
+    # all the time, of one. With `last` a first, one between and a last send different things
+    micro_batches = cfg.gradient_accumulation_steps // world.size
+    rehearsed = min(micro_batches, 3 if cfg.strategy in SHARDED and cfg.grad_sync == "last" else 2)
     if cfg.strategy == "ddp":
-        cfg, world, micro_batches = replace(cfg, strategy="single"), replace(world, size=1), 2
-    cfg = replace(cfg, gradient_accumulation_steps=micro_batches * world.size)
+        rehearsed = 2
+    cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
     fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(world.device.type == "cuda")
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     try:
         with ExitStack() as stack:
-            for stand_in in stand_ins(fake, ledger, world):
+            for stand_in in stand_ins(fake, ledger, cfg, world):
                 stack.enter_context(stand_in)
             world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
             model = meta_model(cfg)
             wrapped = fsdp.parallelize(model, cfg, world)
             with fake, ledger:
-                return step(wrapped, model, cfg, world, ledger)
+                timeline, marks = step(wrapped, model, cfg, world, ledger)
     finally:
         dist.destroy_process_group()
-
-
-def unit_parameters(model, units):
-    """[(unit, {parameter name: parameter})], each parameter once; the root comes last."""
-    names = {p: name for name, p in model.named_parameters()}
-    out = []
-    for unit, module in units + [(fsdp.ROOT, model)]:
-        out.append((unit, {names.pop(p): p for p in module.parameters() if p in names}))
-    return out
+    collectives = Counter()
+    for i, calls in enumerate(reversed(ledger.collectives)):
+        for key, size in calls.items():  # the last but one stands for those that were left out
+            collectives[key] += size * (1 + micro_batches - rehearsed if i == 1 else 1)
+    return timeline, marks, collectives
 
 
 def step(wrapped, model, cfg, world, ledger):
     """train_step, while the ledger learns which tensors are what; returns its timeline."""
-    modules = fsdp.find_units(model, cfg.wrap_min_params)
-    on_host = fsdp.offloaded_units(modules, cfg.cpu_offload)
-    units = unit_parameters(model, modules)
+    units = [*fsdp.find_units(model, cfg.wrap_min_params), (fsdp.ROOT, model)]
+    names = fsdp.offloaded_units(units[:-1], cfg.cpu_offload)
+    on_host = {}
+    for name, unit in reversed(units):  # the innermost, which has the parameter, comes last
+        on_host.update(dict.fromkeys(unit.parameters(), name in names))
 
     def label(kind, tensors_of):
-        for name, params in units:
-            for p in params.values():
-                ledger.label("host" if name in on_host else kind, tensors_of(p))
+        for p in model.parameters():
+            ledger.label("host" if on_host[p] else kind, tensors_of(p))
 
-    label("parameters", lambda p: p)
+    label("parameters", float8.plain)
     optimizer = make_optimizer(model, cfg)
     for p in model.parameters():
         p.grad = torch.empty_like(p) if p.requires_grad else None
@@ -120,25 +119,28 @@ def step(wrapped, model, cfg, world, ledger):
     return ledger.timeline()
 
 
-def local(t):
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
 class Ledger(TorchDispatchMode):
     """How many bytes each storage takes from when to when. What it is may turn out later."""
 
     TELLING = {  # operations of FSDP whose tensors are of one kind
-        "fsdp.all_gather_copy_in.default": "gathered", "fsdp.chunk_cat.default": "gradients",
-        "c10d._reduce_scatter_base_.default": "gradients"}
+        "fsdp.all_gather_copy_in": "gathered", "fsdp.chunk_cat": "gradients",
+        "c10d._reduce_scatter_base_": "gradients"}
+    COLLECTIVES = {  # (kind, which argument is the whole buffer, which is the group)
+        "c10d._allgather_base_": ("all_gather", 0, 2), "c10d.allreduce_": ("all_reduce", 0, 1),
+        "c10d._reduce_scatter_base_": ("reduce_scatter", 1, 2),
+        "c10d.alltoall_base_": ("all_to_all", 1, 2)}
 
     def __init__(self, pins):
         """pins: is host memory pinned, where a GPU's copies begin or end?"""
         super().__init__()
         self.pins = pins
         self.entries, self.changes, self.marks = {}, [], []
+        self.collectives = []  # of each micro-batch
 
     def mark(self, where):
         self.marks.append((len(self.changes), where))
+        if where == "forward":
+            self.collectives.append(Counter())
 
     def entry(self, storage):
         """The entry of a storage; its size is written down where that is new."""
@@ -159,9 +161,13 @@ class Ledger(TorchDispatchMode):
         """Say what the tensors of a pytree are; returns it."""
         for t in tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
-                entry = self.entry(local(t).untyped_storage())
-                entry.kind = min(entry.kind, kind, key=KINDS.index)
+                self.call(kind, local(t).untyped_storage())
         return tensors
+
+    def call(self, kind, storage):
+        """Say what a storage is; of two names the one that comes first in KINDS stays."""
+        entry = self.entry(storage)
+        entry.kind = min(entry.kind, kind, key=KINDS.index)
 
     def is_a(self, kind, t):
         return self.entry(t.untyped_storage()).kind == kind
@@ -172,10 +178,16 @@ class Ledger(TorchDispatchMode):
         if op is torch.ops.prim.device.default:
             return args[0].fake_device  # three calls in five; here it costs nothing
         out = self.label("activations", op(*args, **(kwargs or {})))
-        if str(op) in self.TELLING:
-            self.label(self.TELLING[str(op)], (args, kwargs))
-        elif str(op) == "aten._to_copy.default" and self.is_a("parameters", args[0]):
+        name = str(op).removesuffix(".default")
+        if name in self.TELLING:
+            self.label(self.TELLING[name], (args, kwargs))
+        elif name == "aten._to_copy" and self.is_a("parameters", args[0]):
             self.label("gathered", out)  # parameters in the compute type
+        if name in self.COLLECTIVES and self.collectives:
+            kind, buffer, group = self.COLLECTIVES[name]
+            ranks = dist.ProcessGroup.unbox(args[group]).size()
+            size = sum(t.nbytes for t in tree_leaves(args[buffer]))
+            self.collectives[-1][kind, ranks] += size
         return out
 
     def timeline(self):
@@ -188,15 +200,14 @@ class Ledger(TorchDispatchMode):
         return changes.cumsum(axis=0)[start - 1:], [(n - start, where) for n, where in self.marks]
 
 
-def stand_ins(fake, ledger, world):
+def stand_ins(fake, ledger, cfg, world):
     """What the rehearsal puts in place of PyTorch's own."""
     to, to_empty, resize = torch.Tensor.to, nn.Module.to_empty, torch.UntypedStorage.resize_
     attention = F.scaled_dot_product_attention
 
     def listed_resize(storage, size):  # FSDP's way to allocate and free what it gathers
         resize(storage, size)
-        entry = ledger.entry(storage)
-        entry.kind = min(entry.kind, "gathered", key=KINDS.index)
+        ledger.call("gathered", storage)
 
     def fake_to_empty(module, **kwargs):
         with fake:  # no sooner: cutting fake tensors into 1,024 shards takes half a minute
@@ -208,12 +219,19 @@ def stand_ins(fake, ledger, world):
         copy = t.clone()  # PyTorch would spare it: all is on one CPU here
         return copy if ledger.is_a("host", t) else ledger.label("host", copy)
 
-    class Hooks(torch.autograd.graph.saved_tensors_hooks):  # activation_offload's
-        def __init__(self, pack, unpack):
-            def listed_pack(t):
-                packed = pack(t)
-                return packed if packed is t else ledger.label("host", packed)
-            super().__init__(listed_pack, unpack)
+    def save_on_cpu(**_):  # activation_offload's
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        return hooks(lambda t: ledger.label("host", t.clone()), torch.clone)
+
+    def reduced_one_by_one(model, **_):  # DDP's reducer is C++ and wants real memory
+        def reduce(p):
+            if model.require_backward_grad_sync:
+                dist.all_reduce(p.grad.to(DTYPES[cfg.reduce_dtype]))
+        for p in model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(reduce)
+        model.register_comm_hook = lambda *_: None
+        return model
 
     def fused_attention(*args, dropout_p=0.0, **kwargs):
         return attention(*args, **kwargs)  # with dropout, a CPU's keeps T x T numbers, a GPU's not
@@ -225,7 +243,8 @@ def stand_ins(fake, ledger, world):
     yield patch.object(torch.UntypedStorage, "resize_", listed_resize)
     yield patch.object(nn.Module, "to_empty", fake_to_empty)
     yield patch.object(torch.Tensor, "to", between_memories)
-    yield patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks)
+    yield patch.object(torch.autograd.graph, "save_on_cpu", save_on_cpu)
+    yield patch.object(fsdp, "DistributedDataParallel", reduced_one_by_one)
     # in place, it allocates nothing; but for fake DTensors PyTorch runs it on copies of all of them
     yield patch.object(torch, "_fused_adamw_", lambda *args, **kwargs: None)
     if world.device.type != "cpu":

@@ -14,15 +14,14 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdp
 from checkpoint import load
-from configurator import load_config, resolve
+from configurator import load_config, resolve, with_model
 from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
 from ranks import World, pick_device, run
-from train import meta_model, open_start, with_architecture
+from train import meta_model, open_start
 
 
 class KVCache:
@@ -83,24 +82,19 @@ def arguments(argv):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
     add = parser.add_argument
-    add("--init_from", default="resume", help="resume: the newest checkpoint in out_dir; or gpt2, "
-        "gpt2-medium, -large, -xl, or a directory in Hugging Face format")
-    add("--out_dir", default="out", help="where the checkpoint is (%(default)s)")
+    add("--init_from", default="resume", help="resume, or a Hugging Face model's name or directory")
+    add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
     add("--start", default="\n", help="the prompt; FILE:path reads a file, - standard input")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
     add("--max_new_tokens", type=int, default=500, help="tokens a sample (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="lower: safer text; 0: always the "
-        "likeliest token (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)")
     add("--top_k", type=int, default=200, help="draw from the k likeliest, 0: all (%(default)s)")
     add("--seed", type=int, default=1337, help="(%(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *fsdp.DTYPES))
-    add("--use_cache", default=True, type=lambda text: text.lower() != "false",
-        help="False: compute every token from the whole context, to compare")
     args = parser.parse_args(argv)
-    counts = min(args.num_samples, args.max_new_tokens)
-    bad = counts < 1 or args.top_k < 0 or not 0 <= args.temperature < math.inf
-    if bad or not 0 <= args.seed < 2**63:
+    bad = min(args.num_samples, args.max_new_tokens) < 1 or args.top_k < 0
+    if bad or not 0 <= args.temperature < math.inf or not 0 <= args.seed < 2**63:
         parser.error("num_samples and max_new_tokens must be at least 1, temperature and top_k "
                      "at least 0, seed from 0 to 2**63 - 1")
     return args
@@ -126,9 +120,8 @@ def main(argv):
     world = World(device=pick_device(cfg.device))
     source = open_start(cfg, world)
     if source is None:
-        raise SystemExit(f"init_from={args.init_from}: no model to sample from; use resume, gpt2 "
-                         "or a directory in Hugging Face format")
-    cfg = with_architecture(resolve(cfg, world), source)
+        raise SystemExit(f"init_from={args.init_from}: no model to sample from; use resume or gpt2")
+    cfg = with_model(resolve(cfg, world), source.header)
     model = meta_model(cfg)
     fsdp.parallelize(model, cfg, world)
     load(source, model, None, world)
@@ -141,13 +134,12 @@ def main(argv):
     x = torch.tensor([prompt], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)
     t0 = time.time()
-    # without cuDNN's attention, which H100s prefer: it makes a plan for each length of the cache
-    attention = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                             SDPBackend.MATH])
-    with fsdp.autocast(cfg, world.device), attention:
+    # H100s prefer cuDNN's attention, which makes a plan for each length of the cache
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    with fsdp.autocast(cfg, world.device):
         for _ in range(args.num_samples):
             y = generate(model, x, args.max_new_tokens, args.temperature, args.top_k, vocab_size,
-                         generator, args.use_cache)
+                         generator)
             print(decode(y[0].tolist()))
             print("---------------")
     rate = args.num_samples * args.max_new_tokens / (time.time() - t0)

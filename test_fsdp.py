@@ -14,11 +14,12 @@ import math
 import os
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import formulas
 import numpy as np
 import pytest
 import torch
@@ -149,13 +150,14 @@ FACTORS = dict(
 
 
 def allowed(keys):
-    sharded_only = keys["cpu_offload"] or keys["wrap_min_params"] or keys["prefetch_blocks"]
-    if keys["strategy"] == "ddp" and sharded_only:
+    by_size, recomputed = keys["wrap_min_params"], keys["activation_checkpointing"] != "none"
+    if keys["strategy"] == "ddp" and (keys["cpu_offload"] or by_size or keys["prefetch_blocks"]):
         return False
-    recomputed = keys["activation_checkpointing"] != "none" or keys["loss_chunks"]
-    if keys["compile"] and (keys["activation_offload"] or keys["wrap_min_params"] and recomputed):
+    if by_size and recomputed and (keys["prefetch_blocks"] or keys["compile"]):
         return False
-    return not keys["activation_offload"] or keys["activation_checkpointing"] != "selective"
+    if keys["compile"] and (keys["activation_offload"] or by_size and keys["loss_chunks"]):
+        return False
+    return not keys["activation_offload"] or keys["activation_checkpointing"] == "full"
 
 
 def pairwise():
@@ -355,7 +357,6 @@ KINDS = dict(all_gather_into_tensor="all_gather", all_gather_single="all_gather"
 @case(*TRAFFIC.values())
 def case_collectives(tmp, **overrides):
     """Counts by CommDebugMode, bytes by listening to torch.distributed; DDP's C++ by its hook."""
-    import plan  # here: a fork may do without it
     run = built(tmp, gradient_accumulation_steps=3 * dist.get_world_size(), **overrides)
     buckets, traffic = [], []
     if run.cfg.strategy == "ddp":
@@ -365,7 +366,7 @@ def case_collectives(tmp, **overrides):
         run.wrapped.register_comm_hook(None, hook)
     steps(run)  # the first step sets things up
     with CommDebugMode() as comm:  # one micro-batch
-        fsdp.set_grad_sync(run.wrapped, run.cfg, last=True)
+        fsdp.set_grad_sync(run.wrapped, run.cfg, is_last_micro_batch=True)
         run.wrapped(*run.batches.train(1, 0))[1].backward()
     run.optimizer.zero_grad()
 
@@ -373,7 +374,8 @@ def case_collectives(tmp, **overrides):
         def call(*args, **kwargs):
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
             big = max(tensors, key=lambda t: t.numel())
-            traffic.append((KINDS[name], str(big.dtype), big.numel() * big.element_size()))
+            ranks = dist.get_world_size(kwargs.get("group"))
+            traffic.append((KINDS[name], ranks, str(big.dtype), big.numel() * big.element_size()))
             return original(*args, **kwargs)
         return call
 
@@ -386,12 +388,12 @@ def case_collectives(tmp, **overrides):
     buckets.clear()
     steps(run, first=2)
     every, trained, frozen = [], [], overrides.get("freeze", "$^")  # {name: shape} of each unit
-    for _, params in plan.unit_parameters(run.model, fsdp.find_units(run.model)):
-        every.append({n: list(p.shape) for n, p in params.items()})
+    for unit in formulas.units_of(run.model, run.cfg):
+        every.append({n: list(p.shape) for n, p in unit.items()})
         trained.append({n: shape for n, shape in every[-1].items() if not re.search(frozen, n)})
     counts = {str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()}
-    planned = plan.traffic(run.model, run.cfg, run.world)
-    return dict(planned=planned, counts=counts, traffic=traffic, buckets=buckets,
+    formula = [[*key, n] for key, n in formulas.traffic(run.model, run.cfg, run.world).items()]
+    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets,
                 all=every, trained=trained)
 
 
@@ -418,28 +420,24 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
     times = sync if zero2 else micro
     trained = [unit for unit in r["trained"] if unit]
 
-    names = [name for name, _, _ in r["traffic"]]
+    names = [name for name, *_ in r["traffic"]]
     assert names.count("all_gather") == len(gathered) * times
     assert names.count("reduce_scatter") == len(trained) * sync
     if option != "frozen":  # PyTorch's own count of one micro-batch
         assert r["counts"]["_allgather_base_"] == (L + 1 if zero2 else 2 * L + 1)
         assert r["counts"]["_reduce_scatter_base_"] == L + 1
 
-    moved = {}
-    for name in ("all_gather", "reduce_scatter"):
-        moved[name] = sum(size for kind, _, size in r["traffic"] if kind == name)
-    assert moved["all_gather"] == sum(map(padded, gathered)) * width * times
-    assert moved["reduce_scatter"] == sum(map(padded, trained)) * reduce_width * sync
-    dtypes = {dtype for kind, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
+    moved = Counter()
+    for name, n, _, size in r["traffic"]:
+        moved[name, n] += size
+    assert moved["all_gather", shard] == sum(map(padded, gathered)) * width * times
+    assert moved["reduce_scatter", shard] == sum(map(padded, trained)) * reduce_width * sync
+    dtypes = {dtype for kind, _, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
     assert dtypes == {"torch.bfloat16" if option == "reduce" else "torch.float32"}
-    # all but the one number of clipping
-    reduced = [size for kind, _, size in r["traffic"] if kind == "all_reduce" and size > 4]
-    if strategy == "hybrid_shard":  # each rank's shard of the gradients, once a step
-        moved["all_reduce"] = sum(reduced)
-        assert sum(reduced) == sum(map(padded, trained)) // shard * 4
-    else:
-        assert reduced == []
-    assert r["planned"] == moved
+    # a rank's shard of the gradients, once a step; and the one number of clipping
+    between = sum(map(padded, trained)) // shard * 4 if strategy == "hybrid_shard" else 0
+    assert moved["all_reduce", shard] == between + 4
+    assert {(kind, n): size for kind, n, size in r["formula"]} == moved
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -448,7 +446,7 @@ def test_mechanisms_ddp_reduces_what_trains(ranks, grad_sync, option):
     r = values(ranks(2), f"coll-ddp-{grad_sync}-{option}")[0]
     trained = sum(math.prod(shape) for unit in r["trained"] for shape in unit.values())
     assert sum(r["buckets"]) == trained * (3 if grad_sync == "every" else 1)
-    assert r["planned"] == {"all_reduce": sum(r["buckets"]) * 4}
+    assert r["formula"] == [["all_reduce", 2, sum(r["buckets"]) * 4]]
 
 
 BYTES = [
@@ -473,13 +471,12 @@ def case_persistent_bytes(tmp, **overrides):
     trained = [p for p in run.model.parameters() if p.requires_grad]
     frozen = [p for p in run.model.parameters() if not p.requires_grad]
     state = run.optimizer.state
-    import plan
     return dict(
         params=size(run.model.parameters()),
         grads=sum(local(p.grad).numel() * 4 for p in trained),
         moments=size(state[p][key] for p in trained for key in ("exp_avg", "exp_avg_sq")),
         frozen=sum(p.grad is not None or p in state for p in frozen),
-        planned=plan.kept(run.model, run.cfg, run.world))
+        formula=formulas.kept(run.model, run.cfg, run.world))
 
 
 @pytest.mark.parametrize("world, name, keys", BYTES_AT)
@@ -496,8 +493,9 @@ def test_mechanisms_bytes_kept_by_a_rank_are_the_formula(ranks, world, name, key
                 trained += own * rest * 4
         assert (r["params"], r["grads"], r["moments"]) == (kept, trained, 2 * trained)
         assert r["frozen"] == 0
-        device, host = r["planned"]  # by plan.py's formulas; one kind of memory on a CPU
-        assert [device[k] + host[k] for k in device] == [kept, trained, 2 * trained]
+        device, host = map(Counter, r["formula"])  # one kind of memory on a CPU
+        sums = [device[k] + host[k] for k in ("parameters", "gradients", "optimizer")]
+        assert sums == [kept, trained, 2 * trained]
         assert (sum(host.values()) > 0) == ("cpu_offload" in keys)
         assert (sum(device.values()) == 0) == (keys.get("cpu_offload") == 1)
 
@@ -506,10 +504,10 @@ def test_mechanisms_checkpointed_activations_are_recomputed(tmp):
     """Matrix products only by full, the cheap parts, such as GELU, by selective too."""
     def step(**overrides):
         run = built(tmp, **overrides)
-        hooks = torch.autograd.graph.saved_tensors_hooks
+        save_on_cpu = torch.autograd.graph.save_on_cpu
         with (FlopCounterMode(display=False) as flops,
               patch.object(F, "gelu", wraps=F.gelu) as gelu,
-              patch("torch.autograd.graph.saved_tensors_hooks", wraps=hooks) as offloaded):
+              patch("torch.autograd.graph.save_on_cpu", wraps=save_on_cpu) as offloaded):
             run.wrapped(*run.batches.train(0, 0))[1].backward()
         return flops.get_total_flops(), gelu.call_count, offloaded.call_count
 
@@ -517,8 +515,8 @@ def test_mechanisms_checkpointed_activations_are_recomputed(tmp):
     assert (gelus, offloaded) == (3, 0)
     assert step(activation_checkpointing="selective")[:2] == (work, 6)
     full = step(activation_checkpointing="full")
-    assert full[0] > work and full[1] == 6
-    assert step(activation_offload=True) == (work, 3, 3)
+    assert full[0] > work and full[1:] == (6, 0)
+    assert step(activation_checkpointing="full", activation_offload=True) == (*full[:2], 3)
 
 
 @case(*((2, f"calls-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
@@ -533,8 +531,8 @@ def case_calls(tmp, strategy):
         keys = dict(prefetch_blocks=2, cpu_offload=0.5) if strategy in SHARDED else {}
         run = built(tmp, strategy=strategy, compile=True, **keys)
     names = {module: name for name, module in run.wrapped.named_modules()}
-    owners = [getattr(call.args[0], "__self__", "head_loss") for call in compiled.call_args_list]
-    calls = [[names.get(owner, owner) for owner in owners]]
+    functions = [call.args[0] for call in compiled.call_args_list]
+    calls = [[f"{names[f.__self__]}.{f.__name__}".lstrip(".") for f in functions]]
     for method in (forward, backward):
         modules = [(call.args[0], *sum(call.args[1:], [])) for call in method.call_args_list]
         calls.append([[names[m] for m in row] for row in modules])
@@ -546,9 +544,10 @@ def case_calls(tmp, strategy):
 def test_mechanisms_blocks_are_compiled_prefetched_and_offloaded(ranks, strategy):
     compiled, forward, backward, offloaded = values(ranks(2), f"calls-{strategy}")[0]
     h0, h1, h2 = (f"transformer.h.{i}" for i in range(3))
-    assert strategy != "ddp" or (compiled, forward, backward, offloaded) == ([""], [], [], [])
-    if strategy != "ddp":
-        assert compiled == [h0, h1, h2, "head_loss"]
+    if strategy == "ddp":
+        assert (compiled, forward, backward, offloaded) == (["_call_impl"], [], [], [])
+    else:
+        assert compiled == [f"{h}.forward" for h in (h0, h1, h2)] + ["head_loss"]
         assert forward == [[h0, h1, h2], [h1, h2], [h2]]
         assert backward == [[h0], [h1, h0], [h2, h1, h0]]
         assert offloaded == [h1]

@@ -31,7 +31,6 @@ class Batches:
     """This rank's micro-batches. A step's samples are the same, in order, for any world size."""
 
     def __init__(self, cfg, world):
-        """SystemExit if the data is missing, damaged or does not fit cfg.vocab_size."""
         self.cfg, self.world, self.files = cfg, world, {}
         directory = data_dir(cfg.dataset)
         np.empty((cfg.batch_size, cfg.block_size))  # too large? say it before an hour of counting
@@ -58,10 +57,9 @@ class Batches:
             yield *self.to_device(x, y), len(windows)
 
     def to_device(self, x, y):
-        pinned = self.world.device.type == "cuda"  # then the copy runs while the GPU computes
-        if pinned:
+        if self.world.device.type == "cuda":  # pinned, the copy runs while the GPU computes
             x, y = x.pin_memory(), y.pin_memory()
-        return [t.to(self.world.device, non_blocking=pinned) for t in (x, y)]
+        return [t.to(self.world.device, non_blocking=t.is_pinned()) for t in (x, y)]
 
 
 class TokenFiles:
@@ -70,10 +68,11 @@ class TokenFiles:
     def __init__(self, directory, split, block_size, vocab_size):
         """SystemExit if the data is missing, damaged or does not fit the model."""
         self.block_size, self.vocab_size = block_size, vocab_size
-        paths = sorted(glob.glob(os.path.join(directory, f"*_{split}_*.bin")))
+        paths = sorted(glob.glob(os.path.join(glob.escape(directory), f"*_{split}_*.bin")))
         paths = paths or [os.path.join(directory, f"{split}.bin")]
         if not os.path.exists(paths[0]):
-            remedy = f"use a directory that has it, or one of {', '.join(dataset_names())}"
+            names = sorted(map(os.path.dirname, glob.glob("*/prepare.py", root_dir=HERE)))
+            remedy = f"use a directory that has it, or one of {', '.join(names)}"
             script = os.path.join(directory, "prepare.py")
             if os.path.exists(script):
                 remedy = f"prepare the data first: python {os.path.relpath(script)}"
@@ -86,8 +85,7 @@ class TokenFiles:
             raise SystemExit(f"{paths[0]}: {sum(map(len, self.files))} tokens, needs at least "
                              f"{block_size + 1}; use a smaller --block_size than {block_size}")
         for path, tokens in zip(paths, self.files):
-            # a wrong tokenizer shows at once (0.1 s); the rest is checked as it is read
-            self.check(tokens[:1 << 26], path)
+            self.check(tokens[:1 << 26], path)  # a wrong tokenizer shows at once
 
     def __len__(self):
         return int(self.starts[-1])
@@ -161,11 +159,6 @@ def data_dir(dataset):
     return dataset if os.path.isdir(dataset) else os.path.join(HERE, dataset)
 
 
-def dataset_names():
-    """Names of the data sets that have a prepare.py."""
-    return sorted(os.path.dirname(p) for p in glob.glob("*/prepare.py", root_dir=HERE))
-
-
 class SafeUnpickler(pickle.Unpickler):
     """Numbers, strings, lists and dicts need no code; what wants to run some is refused."""
 
@@ -175,24 +168,19 @@ class SafeUnpickler(pickle.Unpickler):
 
 def read_meta(directory):
     """A data set's vocab_size, and its tokenizer or list of chars; SystemExit if damaged."""
-    path = os.path.join(directory, "meta.json")
+    paths = [os.path.join(directory, name) for name in ("meta.json", "meta.pkl")]
+    path = next(filter(os.path.exists, paths), None)  # ours, or nanoGPT's
+    if path is None:
+        return {}
     try:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                meta = json.load(f)
-            vocab_size = meta.get("vocab_size", 1)
-            if type(vocab_size) is not int or vocab_size < 1:
-                raise ValueError(f"vocab_size is {vocab_size!r}")
-            return meta
-        path = os.path.join(directory, "meta.pkl")  # nanoGPT's
-        if not os.path.exists(path):
-            return {}
         with open(path, "rb") as f:
-            meta = SafeUnpickler(f).load()
-        out = {"vocab_size": int(meta["vocab_size"])}
+            meta = json.load(f) if path.endswith(".json") else SafeUnpickler(f).load()
+        vocab_size = meta.get("vocab_size", 1)
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size!r}")
         if "itos" in meta:
-            out["chars"] = [meta["itos"][i] for i in range(out["vocab_size"])]
-        return out
+            chars = [meta["itos"][i] for i in range(meta["vocab_size"])]
+            meta = {"vocab_size": vocab_size, "chars": chars}
+        return meta
     except Exception as e:
-        reason = f"{type(e).__name__}: {e}"
-        raise SystemExit(f"{path}: not readable ({reason}); prepare the data again")
+        raise SystemExit(f"{path}: not readable ({type(e).__name__}: {e}); prepare the data again")

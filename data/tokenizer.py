@@ -37,38 +37,31 @@ def tokenizer(meta, directory=""):
             return bytes(t for t in tokens if t < 256).decode(errors="replace")
         return lambda text: list(text.encode()), decode, meta["vocab_size"]
     if kind == TOKENIZER:
-        hf = open_tokenizer(file)
-        return lambda text: hf.encode(text).ids, hf.decode, size_of(hf)
+        hf, size = open_tokenizer(file)
+        return lambda text: hf.encode(text).ids, hf.decode, size
     bpe = gpt2_bpe()
-    special = {"<|endoftext|>"}
-    return lambda text: bpe.encode(text, allowed_special=special), bpe.decode, bpe.n_vocab
+    return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
 
 
 @cache  # a worker of prepare.py asks for each chunk
 def encoder(name):
-    """
-    (document: str -> ids, vocab_size): gpt2, bytes, a tokenizer.json, a directory, or a hub name.
-    The ids of a document begin as the tokenizer begins a text (Llama's with <s>), and end with its
-    end of text; so a model sees in training what it will see in a prompt.
-    """
+    """(document: str -> ids, vocab_size): gpt2, bytes, a tokenizer.json, a directory or a hub name.
+    The ids begin as the tokenizer begins a text (Llama's with <s>), as in a prompt, and end with
+    its end of text."""
     if name == "bytes":
-        end = np.array([256], np.uint16)
-        return lambda text: np.append(np.frombuffer(text.encode(), np.uint8), end), 257
+        return lambda text: np.append(np.frombuffer(text.encode(), np.uint8), np.uint16(256)), 257
     if name == "gpt2":
         bpe = gpt2_bpe()
         return lambda text: [*bpe.encode_ordinary(text), bpe.eot_token], 50304
-    hf = open_tokenizer(tokenizer_file(name))
-    end = end_of_text(hf, tokenizer_file(name))
+    file = tokenizer_file(name)
+    hf, size = open_tokenizer(file)
+    end = end_of_text(hf, file)
 
     def document(text):
         ids = hf.encode(text).ids
         return ids if ids[-1:] == [end] else [*ids, end]  # some put it there themselves
 
-    return document, size_of(hf)
-
-
-def size_of(hf):
-    return max(hf.get_vocab().values()) + 1
+    return document, size
 
 
 def end_of_text(hf, file):
@@ -81,34 +74,30 @@ def end_of_text(hf, file):
     for name in filter(None, names):
         if hf.token_to_id(name) is not None:
             return hf.token_to_id(name)
-    raise SystemExit(f"{file}: no end-of-text token: none of {', '.join(ENDS)}; put a "
-                     "tokenizer_config.json with its eos_token beside it")
+    raise SystemExit(f"{file}: no end-of-text token; name its eos_token in a tokenizer_config.json")
 
 
 def tokenizer_file(name):
     """The tokenizer.json that name, a file, a directory or a hub name, stands for."""
     if os.path.isfile(name):
         return name
-    files = TOKENIZER, "tokenizer_config.json"
-    return os.path.join(local_copy("tokenizer", name, name, *files), TOKENIZER)
+    return os.path.join(local_copy("tokenizer", name, name, "tokenizer*.json"), TOKENIZER)
 
 
 def open_tokenizer(file):
+    """(the library's tokenizer, its vocab_size) from a tokenizer.json."""
     try:
         from tokenizers import Tokenizer  # here: few need it
         hf = Tokenizer.from_file(file)
-    except ImportError:
-        raise SystemExit(f"{file} needs a package that is not here: pip install tokenizers")
     except Exception as e:  # the library raises plain Exceptions
-        raise SystemExit(f"{file}: not a tokenizer of the tokenizers library ({e})")
+        raise SystemExit(f"{file}: not a tokenizer of the library (pip install tokenizers): {e}")
     hf.no_truncation()  # some files ask for it
     hf.no_padding()
-    return hf
+    return hf, max(hf.get_vocab().values()) + 1
 
 
 def local_copy(key, name, hub_name, *patterns):
-    """The directory `name`, or that of the hub's files that match (tokenizers; huggingface.py's
-    models too); SystemExit (with the key that asked for it) if there is none."""
+    """The directory `name`, or a copy of the hub's files that match; key is what asked for it."""
     if os.path.isdir(name):
         return name
     try:
@@ -125,6 +114,5 @@ def gpt2_bpe():
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as e:
-        raise SystemExit(f"GPT-2's vocabulary is not cached and could not be downloaded "
-                         f"({type(e).__name__}); set TIKTOKEN_CACHE_DIR to a directory that has "
-                         "it, or prepare the data as bytes")
+        raise SystemExit(f"GPT-2's vocabulary cannot be downloaded ({type(e).__name__}); set "
+                         "TIKTOKEN_CACHE_DIR to a directory that has it, or use --tokenizer=bytes")

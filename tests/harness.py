@@ -38,7 +38,7 @@ sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
 import train  # noqa: E402
 from configurator import config_class, load_config, model_config, model_file  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from ranks import run  # noqa: E402
+from ranks import StopSignal, run  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # commands
@@ -81,7 +81,14 @@ def start(world, args, tmp, *options, **env):
         command += ["--standalone"] if not any("--rdzv" in o for o in options) else []
     return subprocess.Popen(command + [str(a) for a in args], cwd=tmp, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            start_new_session=True, env={**environment(), **env})
+                            start_new_session=True, env={**environment(), **env},
+                            preexec_fn=usual_signals)
+
+
+def usual_signals():
+    """In a new process: nohup and a shell's background have theirs ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def finish(p, seconds=60):
@@ -286,9 +293,15 @@ def launch(world, argv):
 def run_training(tmp, name, **overrides):
     """A whole run on these ranks, as the command would; returns its logged steps."""
     out = os.path.join(tmp, name)
-    cfg = load_config([], tiny(tmp, out_dir=out, **overrides))
-    with no_compiler():
-        train.train(cfg)
+    cfg = load_config(arguments(tmp, out, **overrides))
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with no_compiler():
+            train.train(cfg)
+    finally:  # the process goes on: pytest's, or a rank with more cases
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        StopSignal.number = 0
     return [r for r in read_metrics(out) if "loss" in r]
 
 

@@ -1,11 +1,12 @@
 """
-What is kept for backward: offloaded activations, the loss in chunks.
+What is kept for backward: the blocks' inputs, in host memory; the loss in chunks.
 
     python -m pytest -q tests/test_activations.py
 
 Checkpointing is in test_fsdp.py; what a plan says of all this in test_plan.py.
 """
 
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,13 +15,12 @@ from harness import on_ranks, plain_gpt, tiny, values
 from torch import nn
 from torch.nn import functional as F
 
-import activations
 import fsdp
 import ranks
 import train
 from configurator import STRATEGIES, resolve
 from data.loader import Batches
-from model import head_loss
+from model import GPT
 
 CPU = torch.device("cpu")
 
@@ -43,17 +43,21 @@ def some_loss(loss_of, T=13, V=67):
     return loss, x.grad, head.weight.grad
 
 
+def in_chunks(n):
+    """The loss as GPT.head_loss computes it in n pieces."""
+    def loss_of(x, head, targets):
+        logits, loss = GPT.head_loss(SimpleNamespace(lm_head=head, loss_chunks=n), x, targets)
+        assert logits is None
+        return loss
+    return loss_of
+
+
 @pytest.mark.parametrize("T, chunks", [(13, 1), (13, 4), (13, 13), (13, 50), (12, 3)])
 def test_activations_loss_in_chunks_is_the_mean_of_all_targets(T, chunks):
     def plain(x, head, targets):
         return F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def ours(x, head, targets):
-        logits, loss = head_loss(x, head, targets, chunks)
-        assert logits is None
-        return loss
-
-    for a, b in zip(some_loss(plain, T), some_loss(ours, T)):
+    for a, b in zip(some_loss(plain, T), some_loss(in_chunks(chunks), T)):
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -67,14 +71,15 @@ def test_activations_only_one_chunk_of_logits_exists():
     saved = []
     with (patch.object(F, "cross_entropy", spy),
           torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)):
-        some_loss(lambda *args: head_loss(*args, chunks=4)[1])
+        some_loss(in_chunks(4))
     assert sizes == 2 * [3 * 4, 3 * 4, 3 * 4, 3 * 1] or sorted(sizes) == 2 * [3] + 6 * [12]
     assert all(t.size(-1) != 67 for t in saved[:8])  # forward keeps no logits
 
 
 def case_chunks(tmp, **keys):
-    """(losses, largest difference of a gradient relative to its norm) with and without chunks."""
-    runs = []
+    """(losses, largest difference of a gradient relative to its norm) with and without chunks;
+    how often each computed a cross-entropy."""
+    runs, calls = [], []
     for chunks in (0, 3):
         cfg = tiny(tmp, loss_chunks=chunks, **keys)
         world = ranks.setup(cfg.device, cfg.backend)
@@ -85,10 +90,12 @@ def case_chunks(tmp, **keys):
             x, y = batches.train(0, micro)
             y = y.masked_fill(torch.arange(16) % (3 + world.rank) == 0, -1)
             fsdp.set_grad_sync(wrapped, cfg, micro == 1)
-            with fsdp.autocast(cfg, world.device):
-                loss = wrapped(x, y)[1]
-            loss.backward()
+            with patch.object(F, "cross_entropy", wraps=F.cross_entropy) as spy:
+                with fsdp.autocast(cfg, world.device):
+                    loss = wrapped(x, y)[1]
+                loss.backward()
             total += loss.item()
+            calls.append(spy.call_count)
         runs.append((total, {n: fsdp.gather_full(p.grad, world)
                              for n, p in model.named_parameters()}))
     (loss, grads), (cut, cut_grads) = runs
@@ -96,12 +103,13 @@ def case_chunks(tmp, **keys):
     if world.rank == 0:
         worst = max(((grads[n] - cut_grads[n]).norm() / (grads[n].norm() + 1e-3)).item()
                     for n in grads)
-    return loss, cut, worst
+    return loss, cut, worst, calls
 
 
 CHUNKED = {f"{strategy}-{dtype}": dict(strategy=strategy, dtype=dtype, compile=False,
                                        shard_group_size=2 * (strategy == "hybrid_shard"))
            for strategy in STRATEGIES[1:] for dtype in ("float32", "bfloat16")}
+CHUNKED["llama"] = dict(strategy="full_shard", model="llama")
 
 
 @pytest.fixture(scope="module")
@@ -112,124 +120,67 @@ def chunked(tmp):
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_activations_loss_in_chunks_in_every_strategy(chunked, name):
-    for loss, cut, worst in values(chunked, name):
+    for loss, cut, worst, calls in values(chunked, name):
         bf16 = "bfloat16" in name
         assert cut == pytest.approx(loss, rel=1e-3 if bf16 else 1e-6)
         assert worst <= (2e-2 if bf16 else 1e-6)
+        assert calls == [1, 1, 6, 6]  # three pieces of two micro-batches, and again in backward
 
 
 def test_activations_loss_chunks_of_a_model_without_head_loss_is_one_line(tmp):
-    model = plain_gpt()
-    del model.head_loss
-    with pytest.raises(SystemExit, match="loss_chunks=2: model=gpt2 has no head_loss"):
-        activations.keep_less(model, tiny(tmp, loss_chunks=2), CPU)
+    with pytest.raises(SystemExit, match="loss_chunks=2: model=gpt2 has no head_loss") as e:
+        fsdp.checkpoint_activations(SimpleNamespace(blocks=[]), tiny(tmp, loss_chunks=2), CPU)
+    assert "\n" not in str(e.value)
 
 
 # -----------------------------------------------------------------------------
 # activation_offload
 
+OFFLOAD = dict(activation_checkpointing="full", activation_offload=True)
 
-def saved_bytes(model, dtype, hooks):
-    """(bytes of what blocks[0] saves and hooks, (pack, unpack), take away, its gradients)"""
-    x = torch.linspace(-1, 1, 960).view(2, 16, 30).requires_grad_() * 1
-    counted, (pack, unpack) = [], hooks
 
-    def count(t):
-        packed = pack(t)
-        counted.append(0 if packed is t else t.nbytes)
-        return packed
+def backward(cfg, dtype, device=CPU):
+    """A step of a GPT with dropout whose blocks are changed as cfg says: (its gradients, the
+    blocks' inputs, what went through save_on_cpu, what save_on_cpu was asked for)."""
+    gpt, inputs, packed, asked = plain_gpt(dropout=0.1).train(), [], [], []
+    fsdp.checkpoint_activations(gpt, cfg, device)
+    for block in gpt.blocks:
+        block.register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
+    save_on_cpu = torch.autograd.graph.save_on_cpu
 
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        with torch.autograd.graph.saved_tensors_hooks(count, unpack):
-            y = model.blocks[0](x)
-    y.sum().backward()
-    return sum(counted), [p.grad.clone() for p in model.blocks[0].parameters()]
+    def spy(**kwargs):
+        asked.append(kwargs)
+        hooks = save_on_cpu()  # nothing is pinned without a GPU
+        pack = hooks.pack_hook
+        hooks.pack_hook = lambda t: packed.append(t) or pack(t)
+        return hooks
+
+    idx = torch.arange(32).view(2, 16)
+    torch.manual_seed(0)
+    with (patch.object(torch.autograd.graph, "save_on_cpu", spy),
+          torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):
+        loss = gpt(idx, idx)[1]
+    loss.backward()
+    return [p.grad for p in gpt.parameters()], inputs, packed, asked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_offload_moves_activations_and_no_weights(dtype):
-    """Neither parameters nor autocast's copies of them, which are 2 bytes for each weight."""
-    model = plain_gpt().train()
-    offload = activations.Offload(CPU)
-    moved, grads = saved_bytes(model, dtype, (offload.to_host, offload.to_device))
-    model.zero_grad()
-    everything, expected = saved_bytes(
-        model, dtype, (lambda t: (t,), lambda packed: packed[0]))
-    matrices = 12 * 30 * 30 * dtype.itemsize
-    norms = 2 * 2 * 30 * 4  # each saves its weight and bias
-    assert moved == everything - matrices - norms
-    assert all(map(torch.equal, grads, expected))
+def test_activations_offload_moves_the_blocks_inputs_and_no_weights(tmp, dtype):
+    """Neither parameters nor autocast's copies of them; and backward gets the same numbers."""
+    grads, inputs, packed, _ = backward(tiny(tmp, **OFFLOAD), dtype)
+    packed = [t for t in packed if t.numel()]  # checkpoint saves an empty tensor too
+    assert [t.data_ptr() for t in packed] == [x.data_ptr() for x in inputs]
+    assert [t.nbytes for t in packed] == 3 * [2 * 16 * 30 * 4]
+    for other in (dict(activation_checkpointing="full"), {}):
+        expected, _, packed, _ = backward(tiny(tmp, **other), dtype)
+        assert packed == []
+        assert all(map(torch.equal, grads, expected))
 
 
-def test_activations_offload_brings_back_what_it_took_and_nothing_else():
-    offload = activations.Offload(CPU)
-    seed = torch.empty(2, device="meta")  # as attention's seed is on the CPU in a run on CUDA
-    assert offload.to_device(offload.to_host(seed)) is seed
-    t = torch.randn(3)
-    packed = offload.to_host(t)
-    assert packed is not t and offload.leaving == []  # on a CPU nobody waits
-    assert torch.equal(offload.to_device(packed), t)
-
-
-class Stream:
-    """In a CUDA stream's place: notes who waits for whom."""
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self):
-        self.log.append(f"{self.name} records")
-        return f"event {len(self.log)}"
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
-
-
-def test_activations_offload_on_a_stream_of_its_own():
-    """The order of copies and waits that CUDA would see; copies themselves run on the CPU."""
-    log = []
-    offload = activations.Offload(CPU)
-    offload.stream, compute = Stream("copies", log), Stream("compute", log)
-    empty = torch.empty
-
-    class Within:
-        def __init__(self, stream):
-            log.append(f"on {stream.name}:")
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-    def recorded(t, stream):
-        log.append(f"used by {stream.name}")
-
-    def unpinned(*args, pin_memory, **kwargs):
-        assert pin_memory
-        return empty(*args, **kwargs)
-
-    with (patch.object(torch.cuda, "stream", Within),
-          patch.object(torch.cuda, "current_stream", lambda device: compute),
-          patch.object(torch.Tensor, "record_stream", recorded),
-          patch.object(torch, "empty", unpinned)):
-        x = torch.ones(4, requires_grad=True)
-        y = offload(torch.exp, x * 1)  # saves its output
-        first = offload.left
-        assert [len(tensors) for tensors in first[1:]] == [1]  # held until its copy has run
-        z = offload(torch.exp, y)
-        assert log == ["copies waits for compute", "on copies:", "copies records",
-                       "copies waits for compute", "on copies:",
-                       f"compute waits for {first[0]}", "copies records"]
-        assert offload.left[1] is not first[1]  # the first block's tensors are let go
-        log.clear()
-        z.sum().backward()
-        assert log == 2 * ["on copies:", "compute waits for copies", "used by compute"]
-        assert offload.left is None and offload.leaving == []
-    assert torch.allclose(x.grad, z.detach() * y.detach())
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "mps"])
+def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
+    _, _, _, asked = backward(tiny(tmp, **OFFLOAD), torch.float32, torch.device(device))
+    assert asked == 3 * [dict(pin_memory=device.startswith("cuda"))]
 
 
 # -----------------------------------------------------------------------------

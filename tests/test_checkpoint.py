@@ -5,13 +5,16 @@ Checkpoints: what one run writes another reads, at any world size and strategy, 
     python -m pytest -q tests/test_checkpoint.py -k "nanogpt or huggingface"
 """
 
+import concurrent.futures
+import fcntl
+import json
 import os
 import pickle
 import random
 import re
 import shutil
 import zlib
-from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,14 +40,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import checkpoint
 import fsdp
-import outdir
 import sample
 import train
-from configurator import resolve
+from configurator import resolve, with_model
 from data.loader import Batches
 from huggingface import export, open_pretrained
 from model import GPT, GPTConfig
-from ranks import setup
+from ranks import World, setup
 
 FREEZE = r"wte|h\.0\.(ln_1|mlp)"  # parts of units: frozen and trained parameters are mixed
 
@@ -62,15 +64,20 @@ def one_step(world, cfg, wrapped, model, optimizer):
     train.train_step(wrapped, optimizer, scaler, batches, batch, 0, cfg, world)
 
 
-def latest(out):
-    """The directory that out/latest names."""
-    path = os.path.join(out, "latest")
-    return os.path.join(out, open(path).read().strip()) if os.path.exists(path) else None
+def complete(out):
+    """Names of the sharded checkpoints that have their header, oldest first."""
+    names = [name for name in os.listdir(out) if re.fullmatch(r"step-\d{9}", name)]
+    return sorted(n for n in names if os.path.exists(os.path.join(out, n, "header.json")))
 
 
-def header_of(model, optimizer, cfg, iter_num):
+def save(saver, model, optimizer, step, name="ckpt.pt"):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return checkpoint.make_header(model, optimizer, cfg, "a-run", iter_num, 2.5, scaler)
+    saver.save(model, optimizer, scaler, step, 2.5, name)
+
+
+def header_of(path):
+    with open(os.path.join(path, "header.json")) as f:
+        return json.load(f)
 
 
 def assert_equal(a, b, where="ckpt"):
@@ -188,9 +195,9 @@ def test_checkpoint_newest_of_best_and_last_is_resumed(tmp):
     best, last = os.path.join(out, "ckpt.pt"), os.path.join(out, "last.pt")
     ckpt = read_ckpt(out)
     torch.save({**ckpt, "iter_num": 1}, last)
-    assert checkpoint.find(out).path == best
+    assert checkpoint.find(out, World()).path == best
     torch.save({**ckpt, "iter_num": 3}, last)
-    assert checkpoint.find(out).path == last
+    assert checkpoint.find(out, World()).path == last
     p = launch(1, arguments(tmp, out, max_iters=4, init_from="resume"))
     assert f"starting from {last} at step 3" in p.stdout
 
@@ -249,9 +256,10 @@ def test_checkpoint_of_nanogpt_is_resumed(tmp):
     theirs = {key: ckpt[key] for key in ("optimizer", "model_args", "iter_num", "config")}
     theirs.update(model=weights, best_val_loss=torch.tensor(9.0))
     torch.save(theirs, os.path.join(out, "ckpt.pt"))
+    os.remove(os.path.join(out, "metrics.jsonl"))  # they write none
     launch(2, arguments(tmp, out, max_iters=6, bias=False, init_from="resume"))
     launch(1, arguments(tmp, whole, max_iters=6, bias=False))
-    assert losses(out) == pytest.approx(losses(whole)[3:], rel=1e-5)  # theirs logged elsewhere
+    assert losses(out) == pytest.approx(losses(whole)[3:], rel=1e-5)
 
 
 UNTIED = """
@@ -293,21 +301,26 @@ def case_both_kinds(tmp, out, freeze):
     """The same state, saved full and sharded."""
     world, cfg, wrapped, model, optimizer = built(tmp, strategy="full_shard", freeze=freeze)
     one_step(world, cfg, wrapped, model, optimizer)
-    header = header_of(model, optimizer, cfg, 1)
-    checkpoint.save_full(os.path.join(out, "direct.pt"), model, optimizer, header, world)
-    saver = checkpoint.ShardedSaver(out, 2, world)
-    saver.save(model, optimizer, header)
+    saver = checkpoint.Saver(out, world)
+    saver.claim(cfg, None)
+    save(saver, model, optimizer, 1, "direct.pt")
+    saver.cfg = replace(cfg, checkpoint="sharded")
+    save(saver, model, optimizer, 1)
     saver.finish(wait=True)
-    return latest(out)
+    return complete(out)
 
 
 @pytest.mark.parametrize("freeze", ["", FREEZE])
 def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path, freeze):
     kwargs = dict(tmp=tmp, out=str(tmp_path), freeze=freeze)
     results = on_ranks(2, {"both": (case_both_kinds, kwargs)})
-    assert values(results, "both") == [str(tmp_path / "step-000000001")] * 2
+    assert values(results, "both") == [["step-000000001"]] * 2
     assert "step-000000001" in make_full(tmp_path)
     ours, direct = read_ckpt(tmp_path), read_ckpt(tmp_path, "direct.pt")
+    kinds = [ckpt["config"].pop("checkpoint") for ckpt in (ours, direct)]
+    assert kinds == ["sharded", "full"]
+    for group in direct["optimizer"]["param_groups"]:
+        group["betas"] = list(group["betas"])  # JSON has no tuples
     assert_equal(ours, direct)
     head, wte = ours["model"]["lm_head.weight"], ours["model"]["transformer.wte.weight"]
     assert head.data_ptr() == wte.data_ptr()
@@ -328,72 +341,175 @@ def test_checkpoint_command_without_a_sharded_one_is_one_clear_line(tmp, tmp_pat
 def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     """A crash of the machine may undo what was not synced, but not what was renamed before it."""
     calls, path = [], str(tmp_path / "file")
-    replace = os.replace
+    rename = os.replace
 
     def recorded(source, target):
         calls.append(("rename", source, target))
-        replace(source, target)
+        rename(source, target)
 
-    monkeypatch.setattr(outdir, "sync", lambda path: calls.append(("sync", path)))
+    def sync(path):
+        calls.append(("sync", path, os.path.getsize(path)))
+
+    monkeypatch.setattr(checkpoint, "sync", sync)
     monkeypatch.setattr(os, "replace", recorded)
-    with outdir.atomic(path) as tmp:
-        open(tmp, "w").close()
+    with checkpoint.atomic(path) as f:
+        f.write(b"hello")
         assert not os.path.exists(path)
-    assert calls == [("sync", tmp), ("rename", tmp, path), ("sync", str(tmp_path))]
+    [(_, tmp, size), renamed, (_, directory, _)] = calls
+    assert size == 5 and renamed == ("rename", tmp, path) and directory == str(tmp_path)
+    assert os.listdir(tmp_path) == ["file"]
     synced = []
     monkeypatch.undo()
     monkeypatch.setattr(os, "fsync", synced.append)
-    outdir.sync(path)
+    checkpoint.sync(path)
     assert len(synced) == 1
 
 
-def test_checkpoint_latest_moves_when_all_is_written_and_old_ones_go(tmp, tmp_path, monkeypatch):
-    world, cfg, _, model, optimizer = built(tmp)
-    saver = checkpoint.ShardedSaver(str(tmp_path), 2, world)
-    pending = []  # saves under way in the background
+def test_checkpoint_file_that_fails_half_way_leaves_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(SystemExit, match=f"cannot write {path}: no space; the previous"):
+        with checkpoint.atomic(str(path)) as f:
+            f.write(b"half")
+            raise OSError("no space")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
 
-    def async_save(tensors, checkpoint_id, process_group):
-        pending.append(Future())
-        os.makedirs(checkpoint_id)
-        open(os.path.join(checkpoint_id, ".metadata"), "w").close()
-        return pending[-1]
 
-    saver.group = "a process group"
-    monkeypatch.setattr(checkpoint.dcp, "async_save", async_save)
+class Background:
+    """Stands in for DCP's asynchronous save of one rank: it has written when a test says so."""
+
+    def __init__(self, monkeypatch, saver):
+        self.pending = []
+        saver.group = "a process group"
+        monkeypatch.setattr(checkpoint.dcp, "async_save", self.async_save)
+        monkeypatch.setattr(checkpoint.dist, "gather_object", self.gather_object)
+
+    def async_save(self, tensors, checkpoint_id, process_group):
+        os.makedirs(checkpoint_id, exist_ok=True)
+        for name in (".metadata", "__0_0.distcp"):
+            with open(os.path.join(checkpoint_id, name), "w") as f:
+                f.write(f"{name} of {checkpoint_id}")
+        self.pending.append(concurrent.futures.Future())
+        return self.pending[-1]
+
+    def gather_object(self, mine, every, group):
+        every[0] = mine
+
+
+@pytest.fixture
+def sharded(tmp, tmp_path, monkeypatch):
+    """(saver, Background, the model's arguments of a save) in tmp_path / "out"."""
+    world, cfg, _, model, optimizer = built(tmp, checkpoint="sharded")
+    saver = checkpoint.Saver(str(tmp_path / "out"), world)
+    saver.claim(cfg, None)
+    return saver, Background(monkeypatch, saver), (model, optimizer)
+
+
+def ended(saver):
+    """Wait for the background; what it failed with comes from finish()."""
+    assert concurrent.futures.wait([saver.saving], timeout=60).done
+    saver.finish()
+    assert saver.saving is None
+
+
+def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp_path):
+    saver, background, state = sharded
+    out = tmp_path / "out"
+    old_layout, half = out / "step-000000000", out / "step-000000005"
+    for path, name in ((old_layout, "header.pt"), (half, ".metadata")):
+        path.mkdir()
+        (path / name).touch()
     for step in (1, 2, 3):
-        before = latest(str(tmp_path))
-        saver.save(model, optimizer, header_of(model, optimizer, cfg, step))
+        before = complete(out)
+        save(saver, *state, step)
         saver.finish()
-        assert latest(str(tmp_path)) == before  # half-written
-        pending[-1].set_result(None)
-        saver.finish()
-        assert latest(str(tmp_path)) == str(tmp_path / f"step-{step:09d}")
-    names = ["latest", "step-000000002", "step-000000003"]
-    assert sorted(os.listdir(tmp_path)) == names
-    assert sorted(os.listdir(tmp_path / names[-1])) == [".metadata", "header.pt"]
-    saver.save(model, optimizer, header_of(model, optimizer, cfg, 4))
-    pending[-1].set_exception(OSError("disk full"))
+        assert complete(out) == before and saver.saving  # half-written
+        background.pending[-1].set_result(None)
+        ended(saver)
+        assert complete(out) == [*before, f"step-{step:09d}"][-2:]  # keep_checkpoints=2
+    newest = out / "step-000000003"
+    assert sorted(os.listdir(newest)) == [".metadata", "__0_0.distcp", "header.json"]
+    files = {name: zlib.crc32((newest / name).read_bytes()) for name in (".metadata",
+                                                                       "__0_0.distcp")}
+    header = header_of(newest)
+    assert header["files"] == files and list(header)[-1] == "checksum"
+    assert header["run"] == saver.run_id and header["iter_num"] == 3
+    # what is not complete, or of the previous layout, is not counted and not removed
+    kept = {"lock", *(f"step-{step:09d}" for step in (0, 2, 3, 5))}
+    assert set(os.listdir(out)) == kept
+    save(saver, *state, 4)
+    background.pending[-1].set_exception(OSError("disk full"))
     with pytest.raises(SystemExit, match="disk full; the previous checkpoint is untouched"):
-        saver.finish()
-    assert latest(str(tmp_path)) == str(tmp_path / "step-000000003")
-    assert {"step-000000002", "step-000000003"} <= set(os.listdir(tmp_path))
+        ended(saver)
+    assert complete(out) == ["step-000000002", "step-000000003"]
 
 
-def test_checkpoint_of_an_older_versions_sharded_layout_is_one_clear_line(tmp_path):
-    path = tmp_path / "step-000000002"
+def test_checkpoint_keeps_as_many_as_it_is_told(sharded, tmp_path):
+    saver, background, state = sharded
+    for keep, kept in ((1, [3]), (3, [1, 2, 3])):
+        saver.cfg = replace(saver.cfg, keep_checkpoints=keep)
+        for step in (1, 2, 3):
+            save(saver, *state, step)
+            background.pending[-1].set_result(None)
+            saver.finish(wait=True)
+        assert complete(tmp_path / "out") == [f"step-{step:09d}" for step in kept]
+
+
+def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, monkeypatch):
+    """Rank 1 has written to another disk: rank 0 gets its checksum, and sees no file."""
+    saver, background, state = sharded
+
+    def gather_object(mine, every, group):
+        every[:] = [mine, {"__1_0.distcp": 5}]
+
+    monkeypatch.setattr(checkpoint.dist, "gather_object", gather_object)
+    save(saver, *state, 1)
+    background.pending[-1].set_result(None)
+    with pytest.raises(SystemExit, match="not the same directory on all nodes: .* lacks __1_0.dis"):
+        ended(saver)
+    assert complete(tmp_path / "out") == []
+
+
+def test_checkpoint_of_the_previous_sharded_layout_is_one_clear_line(tmp, tmp_path):
+    out = str(tmp_path)
+    path = tmp_path / "step-000000003"
     path.mkdir()
-    torch.save({"iter_num": 2, "steps": {}}, path / "header.pt")
+    torch.save({"iter_num": 3}, path / "header.pt")
     (path / ".metadata").touch()
-    with pytest.raises(SystemExit, match="an older version wrote it") as e:
-        checkpoint.find(str(tmp_path))
-    assert "\n" not in str(e.value)
+    line = (f"{path}: of an older version; to keep it, run that version's python checkpoint.py "
+            f"full {out}, which makes it a ckpt.pt; remove it, or pass another out_dir")
+    with pytest.raises(SystemExit) as e:
+        checkpoint.find(out, World())
+    assert e.value.code == line
+    # beside one that this version reads: passed over, and not among those that are removed
+    full = os.path.join(tmp, "beside-an-older-layout")
+    launch(1, arguments(tmp, full, max_iters=1))
+    shutil.copy(os.path.join(full, "ckpt.pt"), tmp_path)
+    run = dict(checkpoint="sharded", keep_checkpoints=1, eval_interval=2, init_from="resume")
+    p = launch(1, arguments(tmp, out, max_iters=5, **run))
+    assert p.stderr == f"skipping {line}\n" and "at step 1" in p.stdout
+    assert complete(out) == ["step-000000005"]
+    assert sorted(os.listdir(path)) == [".metadata", "header.pt"]
+
+
+def test_checkpoint_of_a_version_with_other_keys_is_resumed(tmp):
+    """Keys of its config that are gone, and new ones that it lacks."""
+    out, whole = os.path.join(tmp, "other-keys"), os.path.join(tmp, "other-keys-whole")
+    launch(1, arguments(tmp, whole, max_iters=4))
+    launch(1, arguments(tmp, out, max_iters=2))
+    ckpt = read_ckpt(out)
+    ckpt["config"].update(a_key_of_before=1)
+    del ckpt["config"]["keep_checkpoints"]
+    torch.save(ckpt, os.path.join(out, "ckpt.pt"))
+    p = launch(1, arguments(tmp, out, max_iters=4, init_from="resume"))
+    assert "differs" not in p.stdout and losses(out) == losses(whole)
 
 
 def test_checkpoint_of_weights_alone_is_opened(tmp_path):
     weights = {"model": {"w": torch.ones(2)}, "iter_num": 3, "best_val_loss": 1.0,
                "model_args": {}, "config": {}}
     torch.save(weights, tmp_path / "ckpt.pt")
-    assert checkpoint.find(str(tmp_path)).header["shapes"] == {"model.w": (2,)}
+    assert checkpoint.find(str(tmp_path), World()).header["shapes"] == {"model.w": (2,)}
 
 
 def test_checkpoint_damage_is_a_clear_line_or_the_older_one(tmp):
@@ -464,21 +580,101 @@ def test_run_a_new_one_moves_the_old_aside(tmp, first, second):
     """A: 6 steps. B: from scratch, 2 steps. auto goes on with B, and A is whole where it went."""
     out = os.path.join(tmp, f"reused-{first}-{second}")
     launch(1, arguments(tmp, out, max_iters=6, checkpoint=first))
-    old = snapshot(out)
     if first == "full":  # as after a signal with always_save_checkpoint=False
-        old[os.path.join(out, "last.pt")] = old[os.path.join(out, "ckpt.pt")]
-        with open(os.path.join(out, "last.pt"), "wb") as f:
-            f.write(old[os.path.join(out, "last.pt")])
+        shutil.copy(os.path.join(out, "ckpt.pt"), os.path.join(out, "last.pt"))
+    with open(os.path.join(out, "notes.txt"), "w") as f:
+        f.write("of a person")
+    old = snapshot(out)
     p = launch(1, arguments(tmp, out, max_iters=2, checkpoint=second))
-    [aside] = [name for name in os.listdir(out) if name.startswith("before-")]
-    assert f"{out} has an earlier run; moved it to {out}/{aside}\n" in p.stdout
-    moved = {path.replace(aside + os.sep, ""): data
-             for path, data in snapshot(os.path.join(out, aside)).items()}
-    assert moved == {path: data for path, data in old.items() if not path.endswith("lock")}
+    run_id = checkpoint.find(out, World()).header["run"]
+    aside = f"{os.path.realpath(out)}.{run_id}"
+    assert f"{out} had an earlier run; moved it to {aside}\n" in p.stdout
+    lock = os.path.join(aside, "lock")  # the new run's until it had moved the directory
+    moved = {path: data for path, data in snapshot(aside).items() if path != lock}
+    assert moved == {path.replace(out, aside): data for path, data in old.items()
+                     if path != os.path.join(out, "lock")}
+    assert sorted(os.listdir(out)) == ["lock", "metrics.jsonl", "step-000000002"]
     p = launch(1, arguments(tmp, out, max_iters=4, checkpoint=second, init_from="auto"))
-    assert "at step 2" in p.stdout and len(losses(out)) == 4
-    p = launch(1, arguments(tmp, os.path.join(out, aside), max_iters=7, init_from="resume"))
+    assert "at step 2" in p.stdout and "moved" not in p.stdout and len(losses(out)) == 4
+    p = launch(1, arguments(tmp, aside, max_iters=7, init_from="resume"))
     assert "at step 6" in p.stdout
+
+
+@pytest.mark.parametrize("file", ["ckpt.pt", "last.pt", "metrics.jsonl", "step-000000001/x",
+                                  "events.out.tfevents.1"])
+def test_run_moves_what_any_file_of_a_run_shows(tmp_path, file):
+    out = tmp_path / "out"
+    (out / file).parent.mkdir(parents=True)
+    (out / file).touch()
+    saver = checkpoint.Saver(str(out), World())
+    saver.claim(None, None)
+    assert (tmp_path / f"out.{saver.run_id}" / file).exists()
+    assert os.listdir(out) == ["lock"]
+    with pytest.raises(BlockingIOError):  # the lock is that of the new directory
+        with open(out / "lock") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    saver.check_lock()
+
+
+def test_run_leaves_what_no_run_wrote(tmp_path):
+    for name in ("notes.txt", "step-of-mine", "ckpt.pt.bak"):
+        (tmp_path / name).touch()
+    checkpoint.Saver(str(tmp_path), World()).claim(None, None)
+    assert sorted(os.listdir(tmp_path)) == ["ckpt.pt.bak", "lock", "notes.txt", "step-of-mine"]
+
+
+def test_run_that_waited_does_not_take_a_directory_that_moved_meanwhile(tmp_path, monkeypatch):
+    """Two runs started at once: the first moves what was there while the second waits for it."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "ckpt.pt").touch()
+    first = checkpoint.Saver(str(out), World())
+    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: first.claim(None, None))
+    with pytest.raises(SystemExit, match="was moved or removed"):
+        checkpoint.Saver(str(out), World())
+    first.check_lock()
+    assert (tmp_path / f"out.{first.run_id}" / "ckpt.pt").exists()
+
+
+def test_run_moves_the_directory_that_a_link_names(tmp_path):
+    """out_dir is a link to a faster disk: the new run goes there too."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/ckpt.pt").touch()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    saver = checkpoint.Saver(str(tmp_path / "out"), World())
+    saver.claim(None, None)
+    saver.check_lock()
+    assert os.listdir(tmp_path / "disk") == ["lock"]
+    assert (tmp_path / f"disk.{saver.run_id}/ckpt.pt").exists()
+
+
+def train_in(here, argv):
+    os.chdir(here)
+    train.main([str(arg) for arg in argv])
+
+
+def test_run_does_not_move_the_directory_that_you_are_in(tmp, tmp_path):
+    inside = tmp_path / "out" / "inside"
+    inside.mkdir(parents=True)
+    (tmp_path / "out" / "ckpt.pt").touch()
+    for here in (inside, inside.parent):
+        p = Ranks(1, train_in, str(here), arguments(tmp, tmp_path / "out")).finish()
+        assert p.returncode == 1
+        assert p.stderr == (
+            f"out_dir={tmp_path}/out has an earlier run, and cannot be moved aside while you are "
+            "in it; pass another --out_dir\n")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_run_does_not_follow_a_link_in_place_of_its_lock(tmp, tmp_path):
+    """Somebody else may write in a shared directory; a file of ours must not be emptied."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lock").symlink_to(precious)
+    p = trained(1, arguments(tmp, tmp_path / "out", max_iters=1))
+    assert p.returncode == 1 and p.stderr.startswith(f"cannot write {tmp_path}/out: "), p.stderr
+    assert p.stderr.count("\n") == 1 and precious.read_text() == "mine"
 
 
 def test_run_has_an_id_in_all_that_it_writes(tmp):
@@ -486,7 +682,7 @@ def test_run_has_an_id_in_all_that_it_writes(tmp):
     launch(1, arguments(tmp, out, max_iters=2))
     first = read_ckpt(out)["run"]
     launch(2, arguments(tmp, out, max_iters=4, init_from="resume", checkpoint="sharded"))
-    assert checkpoint.find(out).header["run"] == first
+    assert checkpoint.find(out, World()).header["run"] == first
     assert {row["run"] for row in read_metrics(out)} == {first}
     launch(1, arguments(tmp, out, max_iters=2))
     assert read_ckpt(out)["run"] != first
@@ -537,7 +733,7 @@ def test_run_resumed_drops_damaged_lines_of_its_metrics(tmp):
     with open(path, "wb") as f:
         f.writelines([lines[0], *bad[:4], *lines[1:], bad[4]])
     p = launch(1, arguments(tmp, out, max_iters=3, init_from="resume"))
-    assert p.stderr == f"{path}: 4 damaged lines left out\n"
+    assert p.stderr == ""
     assert [row["iter"] for row in read_metrics(out) if "loss" in row] == [0, 1, 2]
 
 
@@ -552,7 +748,7 @@ def sound(tmp):
     for kind in ("full", "sharded"):
         directory = os.path.join(tmp, f"sound-{kind}")
         launch(2, arguments(tmp, directory, max_iters=4, eval_interval=2, checkpoint=kind))
-        source = checkpoint.find(directory)
+        source = checkpoint.find(directory, World())
         out[kind] = directory, {key: source.get(key) for key in source.header["shapes"]}
     return out
 
@@ -560,8 +756,8 @@ def sound(tmp):
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_damage_never_loads(sound, tmp_path, kind, capsys):
     """
-    40 times a bit or a block anywhere in the newest checkpoint: it is refused, or every tensor is
-    as it was (a zip has bytes that mean nothing).
+    40 times a bit or a block anywhere in the newest checkpoint: it is refused, or, of a full one,
+    every tensor is as it was (a zip has bytes that mean nothing).
     """
     out, expected = sound[kind]
     files = [os.path.join(out, "ckpt.pt")]
@@ -569,7 +765,7 @@ def test_damage_never_loads(sound, tmp_path, kind, capsys):
         newest = os.path.join(out, "step-000000004")
         files = [os.path.join(newest, name) for name in os.listdir(newest)]
         assert sorted(map(os.path.basename, files)) == [
-            ".metadata", "__0_0.distcp", "__1_0.distcp", "header.pt"]
+            ".metadata", "__0_0.distcp", "__1_0.distcp", "header.json"]
     rng, refused = random.Random(4), 0
     for i in range(40):
         path = files[i % len(files)]
@@ -582,12 +778,13 @@ def test_damage_never_loads(sound, tmp_path, kind, capsys):
         with open(path, "wb") as f:
             f.write(data)
         try:
-            source = checkpoint.find(out)
+            source = checkpoint.find(out, World())
             step = source.header["iter_num"]
         except SystemExit as e:
             assert kind == "full" and "\n" not in e.code, e.code
             step = None
         if step == 4:
+            assert kind == "full" or data == good, (path, at)
             assert all(torch.equal(source.get(key), t) for key, t in expected.items()), (path, at)
         else:
             assert step == (2 if kind == "sharded" else None)
@@ -595,7 +792,7 @@ def test_damage_never_loads(sound, tmp_path, kind, capsys):
         with open(path, "wb") as f:
             f.write(good)
     assert refused > 25
-    assert checkpoint.find(out).header["iter_num"] == 4
+    assert checkpoint.find(out, World()).header["iter_num"] == 4
 
 
 @pytest.mark.parametrize("world, what", [(1, "missing"), (2, "truncated"), (2, "both")])
@@ -619,6 +816,63 @@ def test_damage_of_a_sharded_one_falls_back_to_the_older(sound, tmp, tmp_path, w
     else:
         assert p.returncode == 0 and "at step 2" in p.stdout, p.stderr
         assert p.stderr.startswith(f"skipping {step}: damaged, ") and p.stderr.count("\n") == 1
+
+
+def test_damage_anywhere_in_the_header_is_noticed(sound):
+    """Every byte of it, one bit each, and many lengths."""
+    path = os.path.join(sound["sharded"][0], "step-000000004")
+    file = os.path.join(path, "header.json")
+    with open(file, "rb") as f:
+        good = f.read()
+    rng = random.Random(5)
+    flipped = [good[:i] + bytes([good[i] ^ 1 << rng.randrange(8)]) + good[i + 1:]
+               for i in range(len(good))]
+    try:
+        for data in [*flipped, *(good[:n] for n in range(0, len(good), 16)), good + b" ", b"[]"]:
+            with open(file, "wb") as f:
+                f.write(data)
+            with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+                checkpoint.open_sharded(path)
+    finally:
+        with open(file, "wb") as f:
+            f.write(good)
+    assert checkpoint.open_sharded(path).header["iter_num"] == 4
+
+
+def swap(out, a, b):
+    (out / "kept").write_bytes((out / a).read_bytes())
+    (out / a).write_bytes((out / b).read_bytes())
+    os.replace(out / "kept", out / b)
+
+
+NEW, OLD = "step-000000004", "step-000000002"
+
+
+@pytest.mark.parametrize("a, b, left", [
+    (f"{NEW}/__0_0.distcp", f"{NEW}/__1_0.distcp", 2),  # of another rank
+    (f"{NEW}/__0_0.distcp", f"{OLD}/__0_0.distcp", None),  # of another step
+    (f"{NEW}/header.json", f"{OLD}/header.json", None),
+    (f"{NEW}/.metadata", f"{NEW}/header.json", 2)])
+def test_damage_swapped_files_are_noticed(sound, tmp_path, a, b, left):
+    out = tmp_path / "out"
+    shutil.copytree(sound["sharded"][0], out)
+    assert (out / a).read_bytes() != (out / b).read_bytes()
+    swap(out, a, b)
+    if left:
+        assert checkpoint.find(str(out), World()).header["iter_num"] == left
+    else:
+        with pytest.raises(SystemExit, match=r"step-00000000\d: damaged"):
+            checkpoint.find(str(out), World())
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "header.json"])
+def test_damage_a_file_of_another_step_or_none_is_noticed(sound, tmp_path, name):
+    out = tmp_path / "out"
+    shutil.copytree(sound["sharded"][0], out)
+    shutil.copy(out / OLD / name, out / NEW / name)
+    assert checkpoint.find(str(out), World()).header["iter_num"] == 2
+    os.remove(out / NEW / name)
+    assert checkpoint.find(str(out), World()).header["iter_num"] == 2
 
 
 # -----------------------------------------------------------------------------
@@ -648,8 +902,18 @@ def attack_by_attribute(metadata, trap):
     metadata.planner_data = Metadata.__init__
 
 
-@pytest.mark.parametrize("attack", [attack_directly, attack_by_bytes, attack_by_attribute])
-def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack):
+def attack_by_path(metadata, trap):
+    """Tensors from a file outside of the directory, which no checksum covers."""
+    next(iter(metadata.storage_data.values())).relative_path = "../x"
+
+
+RUNS, READS = "it wants to run", "its .metadata names a file that header.json does not list"
+
+
+@pytest.mark.parametrize("attack, message", [
+    (attack_directly, RUNS), (attack_by_bytes, RUNS), (attack_by_attribute, RUNS),
+    (attack_by_path, READS)])
+def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack, message):
     """Through every door: resume, sample, the command; and where PyTorch itself reads it."""
     out, trap = tmp_path / "out", tmp_path / "ran"
     step = out / "step-000000004"
@@ -659,18 +923,20 @@ def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack):
     attack(metadata, str(trap))
     crafted = pickle.dumps(metadata)
     (step / ".metadata").write_bytes(crafted)
-    header = torch.load(step / "header.pt", weights_only=True)
-    header["metadata_crc32"] = zlib.crc32(crafted)  # an attacker would do so too
-    torch.save(header, step / "header.pt")
+    header = header_of(step)
+    header["files"][".metadata"] = zlib.crc32(crafted)  # an attacker would do so too
+    del header["checksum"]
+    (step / "header.json").write_text(checkpoint.sealed(header))
     resume = arguments(tmp, out, init_from="resume", max_iters=6)
     for script, argv in [(train, resume), (sample, [f"--out_dir={out}"]),
                          (checkpoint, ["full", str(out)])]:
         p = Ranks(1, script.main, argv).finish()
-        assert p.returncode == 1 and "it wants to run" in p.stderr, p.stderr
+        assert p.returncode == 1 and message in p.stderr, p.stderr
         assert p.stderr.count("\n") == 1
-    reader = checkpoint.MetadataReader(str(step))
-    with pytest.raises(BaseException, match="it wants to run|metadata is None"):  # 2.11 says less
-        dcp.load({"model.x": torch.zeros(1)}, storage_reader=reader, no_dist=True)
+    if message == RUNS:
+        reader = checkpoint.MetadataReader(str(step))
+        with pytest.raises(BaseException, match=f"{RUNS}|metadata is None"):  # 2.11 says less
+            dcp.load({"model.x": torch.zeros(1)}, storage_reader=reader, no_dist=True)
     assert not trap.exists()
 
 
@@ -707,9 +973,10 @@ def case_gather_memory(tmp, out):
     sizes = dict(n_layer=6, n_embd=510, n_head=3, gradient_accumulation_steps=2)
     world, cfg, wrapped, model, optimizer = built(tmp, strategy="full_shard", **sizes)
     one_step(world, cfg, wrapped, model, optimizer)
-    header = header_of(model, optimizer, cfg, 1)
+    saver = checkpoint.Saver(out, world)
+    saver.claim(cfg, None)
     before = resident("VmRSS", reset=True)
-    checkpoint.save_full(os.path.join(out, "ckpt.pt"), model, optimizer, header, world)
+    save(saver, model, optimizer, 1)
     n = [p.numel() * 4 for p in model.parameters()]
     return dict(above=resident("VmHWM") - before, state=3 * sum(n), largest=max(n))
 
@@ -723,7 +990,7 @@ def case_huggingface(tmp, path):
     world = setup("cpu", "auto")
     cfg = tiny(tmp, strategy="full_shard", init_from=path)
     source = train.open_start(cfg, world)
-    cfg = resolve(train.with_architecture(cfg, source), world)
+    cfg = resolve(with_model(cfg, source.header), world)
     wrapped, _, _ = train.build(cfg, world, source)
     idx = torch.arange(20)[None]
     with fsdp.inference(wrapped):
@@ -774,7 +1041,7 @@ def test_huggingface_out_without_biases_writes_zeros(tmp, tmp_path):
     pytest.importorskip("safetensors")
     transformers = pytest.importorskip("transformers")
     launch(1, arguments(tmp, tmp_path / "out", max_iters=2, bias=False))
-    export(checkpoint.find(str(tmp_path / "out")), str(tmp_path / "hf"))
+    export(checkpoint.find(str(tmp_path / "out"), World()), str(tmp_path / "hf"))
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     ckpt = read_ckpt(tmp_path / "out")
     model = GPT(GPTConfig(**ckpt["model_args"])).eval()

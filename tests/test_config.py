@@ -193,19 +193,24 @@ FULL = dict(strategy="full_shard")
     (TWO, dict(strategy="ddp", prefetch_blocks=1), "prefetch_blocks"),
     (TWO, dict(**FULL, shard_group_size=2), "shard_group_size"),
     (FOUR, dict(strategy="hybrid_shard", shard_group_size=3), "groups of 3"),
-    (TWO, dict(**FULL, activation_offload=True, compile=True), "activation_offload"),
-    (TWO, dict(**FULL, activation_offload=True, activation_checkpointing="selective"),
-     "full or none"),
+    (TWO, dict(**FULL, activation_offload=True, activation_checkpointing="full", compile=True),
+     "use --compile=False"),
+    (TWO, dict(**FULL, activation_offload=True), "use --activation_checkpointing=full"),
+    (ONE, dict(activation_offload=True, activation_checkpointing="selective"),
+     "use --activation_checkpointing=full"),
     (TWO, dict(**FULL, backend="nccl"), "NCCL"),
     (ONE, dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
     (World(size=2, local_size=2, device=torch.device("cuda", 0)),
      dict(**FULL, cpu_offload=0.5, dtype="float16"), "use --dtype=bfloat16 or float32"),
     (TWO, dict(**FULL, wrap_min_params=9, compile=True, loss_chunks=2), "--wrap_min_params=0"),
+    (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="full", prefetch_blocks=1),
+     "--prefetch_blocks=0"),
     (ONE, dict(strategy="single", grad_sync="last"), "grad_sync"),
 ])
 def test_config_combination_without_meaning_is_one_clear_line(tmp, world, overrides, message):
     said = one_line(resolve, tiny(tmp, **overrides), world, world.size > 1)
     assert message in said
+    assert said.partition("=")[0] in overrides
 
 
 @pytest.mark.parametrize("world, overrides, expected", [

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from glob import glob
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from harness import HERE, environment, flags, python, shell, tiny
 
 from data import loader
 from data.loader import TokenFiles
+from data.prepare import chunks
 from data.tokenizer import tokenizer
 from ranks import World
 
 SHAKESPEARE = os.path.join(HERE, "..", "shared", "data", "tinyshakespeare.txt")
 VOCABULARY = os.path.abspath(os.path.join(HERE, "..", "shared", "tiktoken"))
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
+DATASETS = sorted(map(os.path.dirname, glob("*/prepare.py", root_dir=os.path.join(HERE, "data"))))
 
 
 def tokens_of(path):
@@ -99,6 +102,8 @@ def test_targets_are_inputs_shifted(tmp):
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
 def test_llmc_headers_and_shards(tmp_path, magic, dtype):
+    tmp_path = tmp_path / "run[1]"  # a name, not a pattern
+    tmp_path.mkdir()
     top = 60000 if dtype is np.uint16 else 100000
     shards = [np.arange(top - 40, top, dtype=dtype), np.arange(35, dtype=dtype)]
     for i, tokens in enumerate(shards):
@@ -169,7 +174,7 @@ def test_tokenizers_decode_what_they_encode():
 # the data sets that come with a prepare.py
 
 
-@pytest.mark.parametrize("name", ["", *loader.dataset_names()])
+@pytest.mark.parametrize("name", ["", *DATASETS])
 def test_every_prepare_has_readable_help(name):
     p = python(os.path.join("data", name, "prepare.py"), "--help", env={"COLUMNS": "100"})
     assert p.returncode == 0 and f"python {os.path.join('data', name, 'prepare.py')}" in p.stdout
@@ -297,6 +302,26 @@ def test_prepare_obeys_val_fraction_where_the_text_is_cut_in_two(tmp_path):
     assert "the last 90% of the text" in prepare(files, tmp_path / "most", val_fraction=0.9).stdout
 
 
+def test_prepare_takes_patterns_but_first_a_file_of_exactly_that_name(tmp_path):
+    for name, text in (("a1.txt", "one"), ("a[1].txt", "exact")):
+        (tmp_path / name).write_text(text)
+    for source, text in (("a[1].txt", "exact"), ("a[1-9].txt", "one"), ("a[[]1].txt", "exact")):
+        train, val = prepared([tmp_path / source], tmp_path / "o", val_fraction=0.5)
+        assert split_documents(train + val) == [text.encode()]
+
+
+def test_prepare_data_set_takes_local_files_instead_of_the_hubs(tmp_path):
+    pytest.importorskip("datasets")
+    row = dict(instruction="Say", input="it", output="x" * 20)
+    write_jsonl(tmp_path / "a.jsonl", [row] * 2)
+    p = python("data/alpaca/prepare.py", tmp_path / "a.jsonl", f"--out={tmp_path}",
+               "--tokenizer=bytes", env=OFFLINE)
+    assert p.returncode == 0, p.stderr
+    tokens = tokens_of(tmp_path / "train.bin") + tokens_of(tmp_path / "val.bin")
+    text = "### Instruction:\nSay\nit\n### Response:\n" + "x" * 20
+    assert split_documents(tokens) == [text.encode()] * 2
+
+
 def test_prepare_bpe_and_template(tmp_path):
     if not os.path.isdir(VOCABULARY):
         pytest.skip("GPT-2's vocabulary is not at hand")
@@ -365,7 +390,7 @@ def test_prepare_killed_half_way_leaves_no_data(tmp_path):
     p = subprocess.Popen(command, cwd=HERE, env={**environment(), **OFFLINE},
                          stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                          start_new_session=True)
-    begun, end = out / "train.bin.tmp", time.time() + 60
+    begun, end = out / "prepare.tmp" / "train.bin", time.time() + 60
     while time.time() < end and p.poll() is None:
         if begun.exists() and begun.stat().st_size:
             break
@@ -402,3 +427,10 @@ def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path):
     line = f"cannot write {tmp_path}/o: File too large; make room, or pass another --out\n"
     assert p.stderr == line
     assert os.listdir(tmp_path / "o") == []
+
+
+def test_prepare_sends_a_million_characters_at_a_time():
+    """Short documents go to a worker together, and long ones do not pile up in memory."""
+    lengths = [[len(text) for text in chunk] for chunk in chunks("x" * n for n in (3 << 20, 9, 8))]
+    assert lengths == [[3 << 20], [9, 8]]
+    assert [len(chunk) for chunk in chunks(["x" * (1 << 18)] * 9)] == [4, 4, 1]

@@ -25,6 +25,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import (
     HERE,
     Ranks,
@@ -49,7 +50,6 @@ from harness import (
 from torch.distributed.run import get_args_parser
 
 import checkpoint
-import outdir
 import train
 from ranks import StopSignal, World, setup
 
@@ -105,8 +105,7 @@ import os, ranks, signal, time
 stop = ranks.StopSignal(ranks.World())
 os.kill(os.getpid(), signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGTERM)
-stop.start()
-assert stop.received()
+assert stop.requested()
 print("the first two were one")
 time.sleep(2.2)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -132,19 +131,31 @@ def test_fault_a_signal_to_torchrun_reaches_the_ranks(tmp):
 
 def case_signal_to_one_rank():
     world = setup("cpu", "auto")
-    stop, received = StopSignal(world), []
+    stop, requested = StopSignal(world), []
     for step in range(2):
         if step == 1 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        stop.start()
-        received.append(stop.received())
-    stop.restore()
-    return received
+        requested.append(stop.requested())
+    return requested
 
 
 def test_fault_a_signal_to_one_rank_stops_all_after_the_same_step():
     results = on_ranks(2, {"stop": (case_signal_to_one_rank, {})})
     assert values(results, "stop") == [[False, True], [False, True]]
+
+
+def fails_after_a_signal():
+    world = setup("cpu", "auto")
+    stop = StopSignal(world)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.requested()
+    raise RuntimeError("of both ranks")
+
+
+def test_fault_an_error_after_a_signal_is_said():
+    """It must not look like a run that has saved and left."""
+    p = Ranks(2, fails_after_a_signal).finish()
+    assert p.returncode == 1 and "RuntimeError: of both ranks" in p.stderr
 
 
 # -----------------------------------------------------------------------------
@@ -180,6 +191,14 @@ def late_setup():
     restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
     if os.environ["RANK"] == "0" and restarted:
         time.sleep(2)  # rank 1 is first at the store, where rank 0's old address is
+    init, mark = dist.init_process_group, "rank " + os.environ["RANK"]
+
+    def look(*args, store, **kwargs):
+        assert not store.check([mark]), "a dead rank's keys"  # gloo may wait until they are new
+        store.set(mark, "was here")
+        init(*args, store=store, **kwargs)
+
+    dist.init_process_group = look
     setup("cpu", "auto")
 
 
@@ -252,9 +271,11 @@ def test_fault_no_space_keeps_the_old_checkpoint(tmp):
 def test_fault_out_dir_that_cannot_be_made_is_one_line(tmp):
     file = os.path.join(tmp, "a-file")
     open(file, "w").close()
-    p = trained(1, arguments(tmp, os.path.join(file, "out")))
+    out = os.path.join(file, "out")
+    p = trained(1, arguments(tmp, out))
     assert p.returncode == 1
-    assert "out_dir" in p.stderr and "Traceback" not in p.stderr
+    assert p.stderr.startswith(f"cannot write {out}: ") and p.stderr.count("\n") == 1, p.stderr
+    assert "pass another directory" in p.stderr, p.stderr
 
 
 # -----------------------------------------------------------------------------
@@ -308,7 +329,7 @@ def test_fault_no_pickle_is_executed():
             # PyTorch's own reader and its loading by path unpickle without asking
             assert "dcp.FileSystemReader(" not in code.replace("(dcp.FileSystemReader)", ""), path
             assert not re.search(r"dcp\.load\([^)]*checkpoint_id", code), path
-    assert loads >= 2  # ckpt.pt, header.pt
+    assert loads >= 2  # to open a ckpt.pt, and to look for damage
     assert sorted(unpicklers) == ["MetadataUnpickler", "SafeUnpickler"]
 
 
@@ -333,7 +354,7 @@ def checkpoint_files(out):
 def newest(out):
     """Step of the newest intact checkpoint, -1 without one."""
     try:
-        source = checkpoint.find(out)
+        source = checkpoint.find(out, World())
     except SystemExit:
         return -1
     return source.header["iter_num"] if source else -1
@@ -496,32 +517,118 @@ def ignoring_hangup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     stop = StopSignal(World())
     os.kill(os.getpid(), signal.SIGHUP)
-    stop.start()
-    print("goes on" if not stop.received() else "stops")
+    print("stops" if stop.requested() else "goes on")
 
 
 def test_fault_nohup_is_obeyed():
     assert Ranks(1, ignoring_hangup).finish().stdout == "goes on\n"
 
 
-def case_not_shared(out):
-    """Rank 1's relative out_dir is another directory than rank 0's."""
-    world = setup("cpu", "auto")
-    here = os.path.join(out, f"node-{world.rank}")
+def train_apart(out, argv):
+    """train.py; each rank's relative out_dir is another directory."""
+    here = os.path.join(out, "node-" + os.environ["RANK"])
     os.makedirs(here)
     os.chdir(here)
-    try:
-        outdir.require_shared("../node-0", world)  # the same: nothing happens
-        outdir.require_shared(".", world)
-    finally:
-        os.chdir(HERE)
+    train.main(argv)
 
 
-def test_fault_directory_that_nodes_do_not_share(tmp_path):
-    results = on_ranks(2, {"disk": (case_not_shared, dict(out=str(tmp_path)))})
-    for r in results["disk"]:
-        assert "is not the same directory on all nodes" in r["error"], r
-    assert os.listdir(tmp_path / "node-0") == []
+@pytest.mark.parametrize("steps", [1, 100000])  # the first save at the end, or on the way
+def test_fault_directory_that_nodes_do_not_share(tmp, tmp_path, steps):
+    run = dict(checkpoint="sharded", max_iters=steps, eval_interval=1,
+               gradient_accumulation_steps=2)
+    p = Ranks(2, train_apart, str(tmp_path), arguments(tmp, "out", **run)).finish()
+    assert p.returncode == 1
+    assert p.stderr.startswith("out_dir=out is not the same directory on all nodes: "
+                               "out/step-000000001 lacks __1_0.distcp, and "), p.stderr
+    assert p.stderr.count("\n") == 1, p.stderr
+    for node in ("node-0", "node-1"):
+        assert not glob.glob(str(tmp_path / node / "out/*/header.json"))
+    # full ones need no shared disk
+    run.update(checkpoint="full", max_iters=1)
+    p = Ranks(2, train_apart, str(tmp_path / "full"), arguments(tmp, "out", **run)).finish()
+    assert p.returncode == 0, p.stderr
+    assert read_ckpt(tmp_path / "full/node-0/out")["iter_num"] == 1
+
+
+def endless(tmp, world, out, **overrides):
+    """Ranks that train until they get a signal, and have begun."""
+    steps = {"max_iters": 10**5, "eval_interval": 10**5, **overrides}
+    p = Ranks(world, train.main, arguments(tmp, out, gradient_accumulation_steps=2, **steps))
+    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 5,')
+    return p
+
+
+def save_and_end(p):
+    """A signal, so that it saves now."""
+    for rank in p.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    return p.finish()
+
+
+@pytest.mark.parametrize("world, kind", [(1, "full"), (2, "full"), (1, "sharded"), (2, "sharded")])
+def test_fault_directory_that_was_moved_is_the_next_runs(tmp, tmp_path, world, kind):
+    """The first run's step has the name of the second's: what this one keeps is its own."""
+    out, moved = str(tmp_path / "out"), str(tmp_path / "moved")
+    run = dict(checkpoint=kind)
+    launch(world, arguments(tmp, out, max_iters=2, gradient_accumulation_steps=2, **run))
+    first = endless(tmp, world, out, init_from="resume", **run)
+    os.rename(out, moved)
+    launch(1, arguments(tmp, out, max_iters=3, **run))
+    before = snapshot(out)
+    p = save_and_end(first)
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    assert p.stderr.startswith(f"out_dir={out} was moved or removed meanwhile"), p.stderr
+    assert snapshot(out) == before
+    assert newest(out) == 3 and newest(moved) == 2
+    p = launch(world, arguments(tmp, moved, max_iters=4, gradient_accumulation_steps=2,
+                                init_from="resume", **run))
+    assert "at step 2" in p.stdout and len(losses(moved)) == 4
+
+
+def snapshot(out):
+    """{path: bytes} of everything below out."""
+    paths = glob.glob("**", root_dir=out, recursive=True, include_hidden=True)
+    files = [path for path in paths if os.path.isfile(os.path.join(out, path))]
+    return {path: contents(os.path.join(out, path)) for path in files}
+
+
+@pytest.mark.parametrize("world, kind", [(1, "full"), (2, "full"), (2, "sharded")])
+def test_fault_directory_that_was_removed(tmp, tmp_path, world, kind):
+    """It says so, and does not come back with half of a run in it."""
+    out = str(tmp_path / "out")
+    first = endless(tmp, world, out, checkpoint=kind)
+    shutil.rmtree(out)
+    p = save_and_end(first)
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    assert p.stderr.startswith(f"out_dir={out} was moved or removed meanwhile"), p.stderr
+    assert not os.path.exists(out)
+
+
+def train_while_moved(argv, out):
+    """train.py; rank 0's directory goes when all is written, before it is completed."""
+    complete = checkpoint.Saver.complete
+
+    def moved(saver, path, header, written):
+        if written:
+            written.result()
+        if saver.world.rank == 0:
+            shutil.copytree(out, out + "-moved")
+            os.replace(os.path.join(out, "lock"), out + "-moved/lock")  # as if all had moved
+            open(os.path.join(out, "lock"), "w").close()
+        complete(saver, path, header, written)
+
+    checkpoint.Saver.complete = moved
+    train.main(argv)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fault_directory_that_was_moved_while_a_save_is_written(tmp, tmp_path, world):
+    out = str(tmp_path / "out")
+    run = dict(checkpoint="sharded", max_iters=2, gradient_accumulation_steps=2)
+    p = Ranks(world, train_while_moved, arguments(tmp, out, **run), out).finish()
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    assert p.stderr.startswith(f"out_dir={out} was moved or removed meanwhile"), p.stderr
+    assert newest(out) == newest(out + "-moved") == -1
 
 
 # -----------------------------------------------------------------------------
@@ -536,8 +643,9 @@ def test_fault_of_rank_0_alone_is_one_line(tmp):
     os.makedirs(os.path.join(out, "metrics.jsonl"))
     p = torchrun(2, *command(tmp, out, init_from="resume"))
     assert p.returncode == 1
-    lines = [line for line in p.stderr.splitlines() if line.endswith("Is a directory")]
-    assert len(lines) == 1 and "metrics.jsonl" in lines[0], p.stderr
+    lines = [line for line in p.stderr.splitlines() if "Is a directory" in line]
+    assert len(lines) == 1, p.stderr
+    assert lines[0].startswith(f"cannot write {out}/metrics.jsonl: "), p.stderr
     assert OURS not in p.stderr, p.stderr
 
 
@@ -595,11 +703,11 @@ def slow_save(path, *args):
     return WRITE(path, *args)
 
 
-WRITE = checkpoint.write_full_file
+WRITE = checkpoint.write_ckpt
 
 
 def slow_saver(argv):
-    checkpoint.write_full_file = slow_save
+    checkpoint.write_ckpt = slow_save
     train.main(argv)
 
 
@@ -622,7 +730,7 @@ def slow_run(tmp):
         wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 5,', 120)
         p.terminate()
 
-    threading.Thread(target=stop).start()
+    threading.Thread(target=stop, daemon=True).start()
     yield p, out
     if p.poll() is None:
         end(p)

@@ -12,6 +12,7 @@ import sys
 from contextlib import ExitStack
 from unittest.mock import patch
 
+import formulas
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,8 +81,8 @@ def case_mechanisms(tmp, dtype):
     kinds = {type(t.to_local() if isinstance(t, DTensor) else t).__name__ for t in state.values()}
     return dict(layers=[n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"],
                 names=[name for name, _ in model.named_parameters()], kinds=sorted(kinds),
-                gathered=sum(gathered), planned=plan.traffic(model, cfg, world)["all_gather"],
-                reduced=reduced)
+                gathered=sum(gathered), reduced=reduced,
+                formula=formulas.traffic(model, cfg, world)["all_gather", 2])
 
 
 @needs_torchao
@@ -94,7 +95,7 @@ def test_float8_gathers_one_byte_an_element(ranks):
     assert eight["names"] == sixteen["names"]
     matrices = 3 * 12 * 48 * 48
     assert sixteen["gathered"] - eight["gathered"] == 2 * matrices
-    assert [r["gathered"] for r in (eight, sixteen)] == [r["planned"] for r in (eight, sixteen)]
+    assert [r["gathered"] for r in (eight, sixteen)] == [r["formula"] for r in (eight, sixteen)]
     assert eight["kinds"] == sixteen["kinds"] == ["Tensor"]  # what a checkpoint writes
     assert eight["reduced"] == sixteen["reduced"] + 1  # all scales at once, beside clipping's norm
 
@@ -116,7 +117,7 @@ def test_float8_trains_as_bf16_does(tmp, ranks, name):
 def test_float8_checkpoints_are_plain_and_go_on_in_any_dtype(tmp, ranks, name):
     values(ranks(), name)
     out = os.path.join(tmp, "f8-" + name)
-    source = checkpoint.find(out)
+    source = checkpoint.find(out, World())
     for key in source.header["shapes"]:
         t = source.get(key)
         assert type(t) is torch.Tensor and t.dtype == torch.float32, key
@@ -150,12 +151,12 @@ def test_float8_is_refused_in_one_clear_line(tmp, monkeypatch):
 
 
 @needs_torchao
-def test_float8_plan_is_rehearsed_without_ddp(capsys):
+def test_float8_plan_is_rehearsed_without_ddp():
     argv = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--vocab_size=256"]
     eight, sixteen = (load_config([*argv, f"--dtype={t}"]) for t in ("float8", "bfloat16"))
     names = [cfg.strategy for cfg, _ in plan.variants(eight, 8, MACHINE)]
     assert names == ["single", "shard_grad_op", "full_shard"]
-    eight, sixteen = (plan.plan(plan.variants(cfg, 8, MACHINE)[-1][0], 8, MACHINE)
+    eight, sixteen = (plan.plan(*plan.variants(cfg, 8, MACHINE)[-1], MACHINE)
                       for cfg in (eight, sixteen))
     assert 0 < eight["gathered"] < sixteen["gathered"]
     assert eight["parameters"] == sixteen["parameters"] and eight["sent"] < sixteen["sent"]

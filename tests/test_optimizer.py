@@ -15,6 +15,7 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import formulas
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,7 +39,6 @@ from torch.nn import functional as F
 import checkpoint
 import fsdp
 import optimizer
-import plan
 import train
 from configurator import resolve
 from data import loader
@@ -201,7 +201,8 @@ def case_mechanisms(tmp, **overrides):
     all_to_all, orthogonalize = dist.all_to_all_single, optimizer.orthogonalize
 
     def listen(out, t, *args, **kwargs):
-        sent.append(t.numel() * t.element_size())
+        group = dist.get_world_size(kwargs.get("group"))
+        sent.append(["all_to_all", group, t.numel() * t.element_size()])
         return all_to_all(out, t, *args, **kwargs)
 
     def watch(m):
@@ -217,17 +218,18 @@ def case_mechanisms(tmp, **overrides):
     like = [p.placements == run.optimizer.state[p]["momentum_buffer"].placements
             for name, p in run.model.named_parameters() if is_muons(name, p)
             and isinstance(p, DTensor)]
-    planned = plan.kept(run.model, run.cfg, run.world)
+    formula = formulas.traffic(run.model, run.cfg, run.world)
+    at_rest = formulas.kept(run.model, run.cfg, run.world)
     return dict(
         counts={str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()},
-        sent=sum(sent), planned=plan.traffic(run.model, run.cfg, run.world)["all_to_all"],
+        sent=sent, formula=[[*key, n] for key, n in formula.items() if key[0] == "all_to_all"],
         shapes=shapes, like=like, state={name: sorted(tensors) for name, tensors in state.items()},
-        kept=kept, planned_kept=sum(kind["optimizer"] for kind in planned))
+        kept=kept, kept_formula=sum(memory["optimizer"] for memory in at_rest))
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_muon_mechanisms(ranks, name):
-    """12 matrices, each whole and on one rank only; what is sent and kept is what plan.py says."""
+    """12 matrices, each whole and on one rank only; what is sent and kept is the formula."""
     world, keys = MECHANISMS[name]
     per_rank = values(ranks(world), "mech-" + name)
     dtype = str(torch.bfloat16 if name == "bf16" else torch.float32)
@@ -239,11 +241,14 @@ def test_muon_mechanisms(ranks, name):
         assert r["counts"]["alltoall_base_"] == (1 if name == "ddp" else 2)
         assert 12 // world - 1 <= len(r["shapes"]) <= 12 // world + 1
         assert len(r["like"]) == (0 if name == "ddp" else 12) and all(r["like"])
-        assert r["kept"] == r["planned_kept"]
+        assert r["kept"] == r["kept_formula"]
+        moved = Counter()
+        for kind, n, size in r["sent"]:
+            moved[kind, n] += size
+        assert moved == {(kind, n): size for kind, n, size in r["formula"]}
         for key, kinds in r["state"].items():
             muons = ".h." in key and key.endswith("weight") and ".ln_" not in key
             assert kinds == (["momentum_buffer"] if muons else ["exp_avg", "exp_avg_sq", "step"])
-    assert sum(r["sent"] for r in per_rank) == pytest.approx(world * per_rank[0]["planned"])
 
 
 def case_torchs_own(tmp):
@@ -345,4 +350,4 @@ def test_muon_resume_with_the_other_optimizer_is_one_clear_line(tmp):
         "--optimizer=muon, or another out_dir")
     nanogpts = checkpoint.Source("ckpt.pt", dict(config={}, model_args={}))
     with pytest.raises(SystemExit, match="pass --optimizer=adamw, or another out_dir"):
-        checkpoint.check(nanogpts, tiny(tmp, **MUON))
+        checkpoint.compare(nanogpts, tiny(tmp, **MUON))

@@ -6,8 +6,11 @@ ranks.py: waits for one rank's disk or network outlast the timeout of training's
 Signals, restarts and leaving are in test_faults.py.
 """
 
+import os
+import socket
 import time
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,3 +37,22 @@ def test_ranks_wait_for_rank_0_longer_than_for_each_other():
     assert p.returncode == 0 and p.stdout.count("still here") == 2, p.stderr
     p = Ranks(2, slow_rank0, 4, False).finish()  # a rank that is gone is noticed as before
     assert p.returncode == 1 and "Timed out" in p.stderr
+
+
+def orphaned_early():
+    """torchrun was killed while this rank imported: nothing listens where its store was."""
+    rendezvous = dist.rendezvous
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    with patch.object(dist, "rendezvous",
+                      lambda url, timeout: rendezvous(url, timeout=timedelta(seconds=1))):
+        ranks.setup("cpu", "gloo")
+
+
+def test_ranks_whose_torchrun_is_gone_say_so_in_one_line():
+    p = Ranks(1, orphaned_early, alone=False).finish()
+    assert p.returncode == 1
+    line = [line for line in p.stderr.splitlines() if "does not answer" in line]
+    assert line == ["torchrun at 127.0.0.1 does not answer; start it again"], p.stderr
+    assert "Traceback" not in p.stderr

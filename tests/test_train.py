@@ -11,8 +11,8 @@ import glob
 import itertools
 import math
 import os
+import signal
 import threading
-import time
 from collections import defaultdict
 from concurrent.futures import Future
 from unittest.mock import patch
@@ -22,9 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import (
+    Ranks,
     arguments,
     assert_same_weights,
-    command,
     launch,
     losses,
     on_ranks,
@@ -32,17 +32,16 @@ from harness import (
     read_ckpt,
     read_metrics,
     run_training,
-    start,
     tiny,
     trained,
     values,
-    wait_for,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 import checkpoint
 import fsdp
+import metrics
 import model
 import sample
 import train
@@ -327,17 +326,30 @@ def test_evaluation_alone_notices_nan(tmp):
     assert not os.path.exists(os.path.join(out, "ckpt.pt"))
 
 
+def signalled_in_evaluation(argv, evaluation, batch):
+    """train.py; SIGTERM comes while that batch of that evaluation is read."""
+    fixed, splits = train.Batches.fixed, []
+
+    def signalled(batches, split):
+        splits.append(split)
+        for i, one in enumerate(fixed(batches, split)):
+            if splits.count("train") == evaluation and i == batch:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert splits.count("train") < evaluation or i <= batch, "it went on"
+            yield one
+
+    with patch.object(train.Batches, "fixed", signalled):
+        train.main(argv)
+
+
 def test_evaluation_ends_at_a_stop_signal(tmp):
     """A long evaluation: the signal is seen between two batches, and the state is saved."""
     out = os.path.join(tmp, "signal-eval")
-    p = start(1, command(tmp, out, max_iters=100, eval_interval=3, eval_iters=10**6), tmp)
-    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 2, "loss"', 120)
-    time.sleep(0.3)
-    p.terminate()
-    text = p.communicate(timeout=60)[0]
-    assert p.returncode == 0 and "stopped by a signal after step" in text, text
-    ckpt = read_ckpt(out)
-    assert ckpt["iter_num"] == len(losses(out))
+    argv = arguments(tmp, out, max_iters=100, eval_interval=3, eval_iters=8)
+    p = Ranks(1, signalled_in_evaluation, argv, 2, 3).finish()
+    assert p.returncode == 0, p.stderr
+    assert "stopped by a signal after step 3" in p.stdout and "step 3: train" not in p.stdout
+    assert read_ckpt(out)["iter_num"] == len(losses(out)) == 3
 
 
 # -----------------------------------------------------------------------------
@@ -356,7 +368,7 @@ def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch):
             return function(*args)
         return call
 
-    monkeypatch.setattr(train.time, "time", lambda: float(now[0]))
+    monkeypatch.setattr(metrics.time, "time", lambda: float(now[0]))
     monkeypatch.setattr(train, "train_step", slow(step, 1))
     monkeypatch.setattr(train, "evaluate", slow(evaluation, 100))
     rows = run_training(tmp, "clock", max_iters=8, eval_interval=4, log_interval=3)
@@ -370,53 +382,81 @@ def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch):
 # sharded checkpoints while training goes on
 
 
-@case(2, "latest", strategy="full_shard")
-def case_latest_moves(tmp, strategy):
-    """What `latest` names before each step."""
-    out, seen = os.path.join(tmp, "latest-moves"), []
-    step = train.train_step
+def complete(out):
+    return sorted(path.split(os.sep)[-2] for path in glob.glob(os.path.join(out, "*/header.json")))
+
+
+@case(2, "background", strategy="full_shard")
+def case_completed_in_the_background(tmp, strategy):
+    """
+    What is complete before and after each step. The first save is held up until step 3 has begun;
+    then that step waits for it, and finish() comes later.
+    """
+    out, going_on = os.path.join(tmp, "background"), threading.Event()
+    before, after, savers = [], [], []
+    step, complete_one, save = train.train_step, checkpoint.Saver.complete, checkpoint.Saver.save
+
+    def held(saver, *args):
+        assert going_on.wait(60)
+        complete_one(saver, *args)
+
+    def noted(saver, *args):
+        savers.append(saver)
+        save(saver, *args)
 
     def look(*args):
-        for directory in glob.glob(os.path.join(out, "step-*")):
-            wait_for(os.path.join(directory, ".metadata"), "")
-        time.sleep(0.3)  # the background has finished
-        path = os.path.join(out, "latest")
-        seen.append(open(path).read().strip() if os.path.exists(path) else None)
-        return step(*args)
+        before.append(complete(out))
+        result = step(*args)
+        if len(before) == 4:
+            going_on.set()
+            savers[-1].saving.result(60)
+            dist.barrier()  # rank 0's is the one that adds the header
+        after.append(complete(out))
+        return result
 
-    with patch.object(train, "train_step", look):
-        run_training(tmp, "latest-moves", strategy=strategy, checkpoint="sharded", max_iters=6,
+    with (patch.object(checkpoint.Saver, "complete", held), patch.object(train, "train_step", look),
+          patch.object(checkpoint.Saver, "save", noted)):
+        run_training(tmp, "background", strategy=strategy, checkpoint="sharded", max_iters=5,
                      eval_interval=2, gradient_accumulation_steps=2)
-    return seen
+    return dict(before=before[:4], after=after[:4], end=complete(out))
 
 
-def test_checkpoint_latest_moves_while_training(ranks):
-    names = [None] * 3 + ["step-000000002"] * 2 + ["step-000000004"]
-    assert ranks(2, "latest")[0] == names
+def test_checkpoint_is_completed_while_training_goes_on(ranks):
+    for r in ranks(2, "background"):
+        assert r["before"] == [[]] * 4
+        assert r["after"] == [[]] * 3 + [["step-000000002"]]
+        assert r["end"] == ["step-000000004", "step-000000005"]
 
 
 def test_checkpoint_the_next_sharded_save_waits_for_the_last(tmp, tmp_path, monkeypatch):
     world = World()
-    cfg = resolve(tiny(tmp), world)
+    cfg = resolve(tiny(tmp, checkpoint="sharded"), world)
     _, gpt, optimizer = train.build(cfg, world)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    saver = checkpoint.ShardedSaver(str(tmp_path), 2, world)
-    saver.group, running = "a process group", []
+    saver = checkpoint.Saver(str(tmp_path / "out"), world)
+    saver.claim(cfg, None)
+    saver.group, running, seen = "a process group", [], []
 
     def async_save(tensors, checkpoint_id, process_group):
+        seen.append(([future.done() for future in running], complete(tmp_path / "out")))
         running.append(Future())
         os.makedirs(checkpoint_id, exist_ok=True)
         open(os.path.join(checkpoint_id, ".metadata"), "w").close()
         return running[-1]
 
+    def gather_object(mine, every, group):
+        every[0] = mine
+
     monkeypatch.setattr(checkpoint.dcp, "async_save", async_save)
+    monkeypatch.setattr(checkpoint.dist, "gather_object", gather_object)
     for step in (1, 2):
         if running:
             threading.Timer(0.5, running[0].set_result, [None]).start()
-        header = checkpoint.make_header(gpt, optimizer, cfg, "r", step, 1.0, scaler)
-        saver.save(gpt, optimizer, header)
-    assert running[0].done() and not running[1].done()
-    assert (tmp_path / "latest").read_text() == "step-000000001\n"
+        saver.save(gpt, optimizer, scaler, step, 1.0)
+    assert seen == [([], []), ([True], ["step-000000001"])]
+    running[1].set_result(None)
+    saver.finish(wait=True)
+    assert complete(tmp_path / "out") == ["step-000000001", "step-000000002"]
 
 
 # -----------------------------------------------------------------------------
@@ -444,7 +484,6 @@ def case_signal_in_evaluation(tmp):
     complete = train.evaluate(wrapped, batches, cfg, world, stop)
     stop.number = 15 * world.rank
     stopped = train.evaluate(wrapped, batches, cfg, world, stop)
-    stop.restore()
     return [complete is None, stopped is None]
 
 

@@ -1,0 +1,114 @@
+"""
+What a rank keeps and sends, by closed formulas from names and shapes. Real ranks (test_fsdp.py,
+test_optimizer.py, test_float8.py) and the rehearsal (test_plan.py) are both compared with them.
+
+    device, host = kept(model, cfg, world)      # {kind: bytes} at rest, with gradients
+    traffic(model, cfg, world)                  # {(collective, ranks in the group): bytes a step}
+"""
+
+import math
+from collections import Counter
+
+import fsdp
+from configurator import SHARDED
+from optimizer import divide
+
+WIDTHS = dict(float32=4, bfloat16=2, float16=2, float8=2)  # bytes; float8's products are apart
+
+
+def units_of(model, cfg):
+    """[{name: parameter}] by unit, each parameter once; the root, which has the rest, is last."""
+    left, units = dict(model.named_parameters()), []
+    inner = fsdp.find_units(model, cfg.wrap_min_params) if cfg.strategy in SHARDED else []
+    for name, _ in inner:
+        units.append({key: left.pop(key) for key in list(left) if key.startswith(name + ".")})
+    return [*units, left]
+
+
+def sharing(cfg, world):
+    """Ranks that share a copy of the model."""
+    if cfg.strategy not in SHARDED:
+        return 1
+    return cfg.shard_group_size or world.size
+
+
+def padded(p, g):
+    """Elements of one of g shards: every rank's has as many rows."""
+    return math.ceil(len(p) / g) * math.prod(p.shape[1:])
+
+
+def kept(model, cfg, world):
+    """({kind: bytes} on the device, in host memory): 4 bytes a parameter, and for the rank's own
+    rows that train 4 of gradient and 8 of AdamW's moments, or 4 of Muon's one."""
+    g, units, muons = sharing(cfg, world), units_of(model, cfg), muon_matrices(model, cfg)
+    device_and_host = Counter(), Counter()
+    for i, unit in enumerate(units):
+        inner, f = len(units) - 1, cfg.cpu_offload
+        on_host = f == 1 or i < inner and int((i + 1) * f + 1e-9) > int(i * f + 1e-9)
+        for p in unit.values():
+            rows = math.ceil(len(p) / g)
+            own = max(0, min(rows, len(p) - world.rank % g * rows)) * math.prod(p.shape[1:])
+            own *= p.requires_grad  # the last ranks have fewer, or none
+            moments = 4 if any(p is m for m in muons) else 8
+            device_and_host[on_host].update(
+                parameters=4 * padded(p, g), gradients=4 * own, optimizer=moments * own)
+    return device_and_host
+
+
+def traffic(model, cfg, world):
+    """Bytes of the whole buffers of a step's collectives, rank 0's where they differ."""
+    if cfg.strategy == "single":
+        return {}
+    g, units, sent = sharing(cfg, world), units_of(model, cfg), Counter()
+    A = cfg.gradient_accumulation_steps // world.size
+    syncs = A if cfg.grad_sync == "every" else 1
+    trained = sum(padded(p, g) for unit in units for p in unit.values() if p.requires_grad)
+    trained *= WIDTHS[cfg.reduce_dtype]
+    if cfg.strategy == "ddp":
+        sent["all_reduce", world.size] = trained * syncs
+    else:
+        sent["reduce_scatter", g] = trained * g * syncs
+        sent["all_reduce", g] = 4  # of clipping: the square of the norm
+    if cfg.strategy == "hybrid_shard":
+        sent["all_reduce", world.size // g] += trained  # between the groups, once a step
+    if cfg.strategy in SHARDED:
+        for unit in units:
+            times = times_gathered(model, cfg, unit, A, syncs, is_root=unit is units[-1])
+            sent["all_gather", g] += times * gathered(unit, cfg, g)
+    shares = divide(muon_matrices(model, cfg), world.size)  # by owner; this is rank 0's view
+    size = [sum(padded(p, g) for p in share) * (2 if cfg.dtype in ("bfloat16", "float8") else 4)
+            for share in shares]
+    if sum(size):
+        first = world.rank // g * g
+        if cfg.strategy in SHARDED:
+            sent["all_to_all", g] += sum(size[first:first + g])  # rows to the owners in this copy
+        sent["all_to_all", world.size] += size[world.rank] * world.size  # an owner's to all ranks
+    return dict(sent)
+
+
+def times_gathered(model, cfg, unit, A, syncs, is_root):
+    """ZeRO-2: once a reduction. ZeRO-3: for each forward, and for each backward that comes by; the
+    root is still there from forward."""
+    if cfg.strategy == "shard_grad_op":
+        return syncs
+    first = [p.requires_grad for p in model.parameters()].index(True)
+    before = [id(p) for p in model.parameters()][:first]  # backward never comes there
+    reached = any(id(p) not in before for p in unit.values())
+    return 2 * A if reached and not is_root else A
+
+
+def gathered(unit, cfg, g):
+    """Bytes of a unit; with float8, one for an element of the blocks' matrices of 16s."""
+    size = 0
+    for name, p in unit.items():
+        eight = cfg.dtype == "float8" and ".h." in name and p.dim() == 2
+        eight = eight and not any(n % 16 for n in p.shape)
+        size += padded(p, g) * g * (1 if eight else WIDTHS[cfg.dtype])
+    return size
+
+
+def muon_matrices(model, cfg):
+    """Of the blocks, what trains and is 2-D."""
+    if cfg.optimizer != "muon":
+        return []
+    return [p for p in model.blocks.parameters() if p.requires_grad and p.dim() == 2]
