@@ -97,7 +97,8 @@ def step(wrapped, model, cfg, world, ledger):
         ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
     optimizer.zero_grad()
 
-    def after_block(i, x):
+    def after_block(i, out):
+        x, *_ = tree_leaves(out)  # one tensor or several
         if i == len(model.blocks) - 1:
             ledger.mark("forward, head")
         if x.requires_grad:
@@ -109,7 +110,7 @@ def step(wrapped, model, cfg, world, ledger):
 
     model.register_forward_pre_hook(lambda *_: ledger.mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda block, args, x, i=i: after_block(i, x))
+        block.register_forward_hook(lambda block, args, out, i=i: after_block(i, out))
     model.register_forward_hook(lambda *_: ledger.mark("backward, head"))
     optimizer.register_step_pre_hook(before_update)
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)

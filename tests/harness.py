@@ -12,6 +12,7 @@ the five that torchrun and the imports take. They get torchrun's environment and
 CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is left behind.
 """
 
+import importlib
 import json
 import multiprocessing.connection
 import os
@@ -35,8 +36,21 @@ import torch.distributed as dist
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
 
+import configurator  # noqa: E402
+
+file_beside_model_py = configurator.model_file
+
+
+def model_file(name):
+    """--model=moe... is a file of the tests, here or where a test puts it on sys.path."""
+    in_tests = name.startswith("moe") and name.isidentifier()
+    return importlib.import_module(name) if in_tests else file_beside_model_py(name)
+
+
+configurator.model_file = model_file  # now, before others import it from there
+
 import train  # noqa: E402
-from configurator import config_class, load_config, model_config, model_file  # noqa: E402
+from configurator import config_class, load_config, model_config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from ranks import StopSignal, run  # noqa: E402
 
