@@ -24,6 +24,7 @@ from typing import Annotated, Literal, get_args, get_origin
 import torch
 import torch.distributed as dist
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
 STRATEGIES = ("single", "ddp") + SHARDED
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -118,13 +119,17 @@ class Config:
 
 def model_file(name):
     """The module that --model names; its Model and ModelConfig are the model."""
+    file = "model" if name == "gpt2" else str(name)
+    # nothing else is imported: that would run it, and a checkpoint may name anything
+    if not file.isidentifier() or not os.path.exists(os.path.join(HERE, f"{file}.py")):
+        raise SystemExit(f"model={name!r}: gpt2 is model.py, any other NAME is NAME.py beside it, "
+                         "with a Model and a ModelConfig")
     try:
-        module = importlib.import_module("model" if name == "gpt2" else name)
-    except (ImportError, TypeError, ValueError) as e:
-        raise SystemExit(f"model={name!r}: {e}; gpt2 is model.py, any other NAME is NAME.py, with "
-                         "a Model and a ModelConfig")
+        module = importlib.import_module(file)
+    except ImportError as e:
+        raise SystemExit(f"model={name!r}: {e}")
     if not hasattr(module, "Model") or not hasattr(module, "ModelConfig"):
-        raise SystemExit(f"model={name!r}: {name}.py has no Model or no ModelConfig; see model.py")
+        raise SystemExit(f"model={name!r}: {file}.py has no Model or no ModelConfig; see model.py")
     return module
 
 

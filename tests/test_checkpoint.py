@@ -277,9 +277,8 @@ ModelConfig, Model = model.GPTConfig, Untied
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_checkpoint_of_an_untied_model_has_its_head(tmp, tmp_path, monkeypatch, kind):
-    (tmp_path / "untied.py").write_text(UNTIED)
-    monkeypatch.syspath_prepend(tmp_path)  # the forked ranks get it too
+def test_checkpoint_of_an_untied_model_has_its_head(tmp, tmp_path, models, kind):
+    (models / "untied.py").write_text(UNTIED)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = dict(model="untied", checkpoint=kind)
     launch(1, arguments(tmp, whole, max_iters=4, **run))

@@ -401,9 +401,8 @@ class Model(torch.nn.Module):  # looks at one token, through a few matrices
 
 @pytest.mark.parametrize("world, strategy", [
     (2, "ddp"), (2, "shard_grad_op"), (2, "full_shard"), (2, "hybrid_shard")])
-def test_llama_is_not_special_a_toy_model_trains_too(tmp, tmp_path, monkeypatch, world, strategy):
-    (tmp_path / "toy.py").write_text(TOY)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_llama_is_not_special_a_toy_model_trains_too(tmp, tmp_path, models, world, strategy):
+    (models / "toy.py").write_text(TOY)
     more = {"shard_group_size": 2} if strategy == "hybrid_shard" else {}
     run = dict(max_iters=6, learning_rate=1e-2, warmup_iters=0)
 
