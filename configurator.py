@@ -173,12 +173,14 @@ def make_config(cls, values):
         raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
 
 
-def with_model(cfg, header):
-    """cfg with the model of a checkpoint's header, and its sizes; dropout stays this run's."""
-    cls = config_class(header["config"].get("model", "gpt2"))
-    ours = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    sizes = {key: value for key, value in header["model_args"].items() if key != "dropout"}
-    return make_config(cls, {**ours, **sizes, "model": cls.model})
+def with_model(cfg, source):
+    """cfg with the model of a checkpoint, and its sizes; dropout stays this run's."""
+    cls = config_class(source.header["config"].get("model", "gpt2"))
+    values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    for key, value in source.header["model_args"].items():
+        if key != "dropout":
+            values[key] = coerce(key, value, cls, source.path)
+    return make_config(cls, {**values, "model": cls.model})
 
 
 def run_file(path, before):
