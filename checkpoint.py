@@ -146,7 +146,7 @@ class Saver:
             path = os.path.join(self.out_dir, name)
             return self.from_rank0(write_ckpt, path, flat, header)
         path = os.path.join(self.out_dir, f"step-{iter_num:09d}")
-        self.from_rank0(shutil.rmtree, path, True)  # half-written by a run that died, or damaged
+        self.from_rank0(remove, path)
         written = None
         with writing(path):
             if self.group:
@@ -243,15 +243,24 @@ def atomic(path):
     """A file for bytes, which becomes `path` if the block ends well, and else disappears."""
     tmp = path + ".tmp"
     with writing(path):
+        remove(tmp)
         try:
-            with open(tmp, "wb") as f:
+            with open(tmp, "xb") as f:
                 yield f
             sync(tmp)
             os.replace(tmp, path)
             sync(os.path.dirname(path) or ".")  # the rename itself
         finally:
-            if os.path.exists(tmp):
-                os.remove(tmp)
+            remove(tmp)
+
+
+def remove(path):
+    """What a run that died left at path, or a link there, but not what that names."""
+    with writing(path):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.remove(path)
 
 
 def sync(path):

@@ -676,6 +676,23 @@ def test_run_does_not_follow_a_link_in_place_of_its_lock(tmp, tmp_path):
     assert p.stderr.count("\n") == 1 and precious.read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind, link", [("full", "ckpt.pt.tmp"), ("full", "ckpt.pt"),
+                                        ("sharded", "step-000000001")])
+def test_run_does_not_follow_a_link_in_place_of_what_it_writes(tmp, tmp_path, kind, link):
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.mkdir()
+    (precious / "mine").write_text("mine")
+    world, cfg, _, model, optimizer = built(tmp, checkpoint=kind)
+    saver = checkpoint.Saver(str(out), world)
+    saver.claim(cfg, None)
+    (out / link).symlink_to(precious if kind == "sharded" else precious / "mine")
+    save(saver, model, optimizer, 1)
+    saver.finish(wait=True)
+    assert os.listdir(precious) == ["mine"] and (precious / "mine").read_text() == "mine"
+    assert checkpoint.find(str(out), world).header["iter_num"] == 1
+    assert not any(path.is_symlink() for path in out.iterdir())
+
+
 def test_run_has_an_id_in_all_that_it_writes(tmp):
     out = os.path.join(tmp, "ids")
     launch(1, arguments(tmp, out, max_iters=2))
