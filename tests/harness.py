@@ -42,9 +42,8 @@ file_beside_model_py = configurator.model_file
 
 
 def model_file(name):
-    """--model=moe... is a file of the tests, here or where a test puts it on sys.path."""
-    in_tests = name.startswith("moe") and name.isidentifier()
-    return importlib.import_module(name) if in_tests else file_beside_model_py(name)
+    """--model=moe lies in tests/."""
+    return importlib.import_module("moe") if name == "moe" else file_beside_model_py(name)
 
 
 configurator.model_file = model_file  # now, before others import it from there
@@ -157,8 +156,8 @@ class Ranks:
             open(os.path.join(self.logs.name, name), "w").close()
         for rank in range(world):
             own = {**env, "RANK": rank, "LOCAL_RANK": rank} if env else {}
-            p = server.Process(target=forked, args=(own, self.logs.name, function, args),
-                               daemon=True)  # ended with pytest, at the latest
+            told = (own, self.logs.name, configurator.HERE, function, args)
+            p = server.Process(target=forked, args=told, daemon=True)  # ends with pytest, at last
             p.start()
             self.ranks.append(p)
 
@@ -189,10 +188,11 @@ class Ranks:
         return subprocess.CompletedProcess("", code, out, err)
 
 
-def forked(env, logs, function, args):
+def forked(env, logs, models, function, args):
     for fd, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(os.path.join(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ.update({k: str(v) for k, v in env.items()})
+    configurator.HERE = models  # what the fixture `models` has set
     os.chdir(HERE)
     torch.set_num_threads(1)
     run(function, *args)

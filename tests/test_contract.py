@@ -505,11 +505,10 @@ FAULTS = {  # name: (which test, its sentence, {what moe.py has: what its copy h
 
 
 @pytest.fixture
-def copy(tmp_path, monkeypatch):
+def copy(models):
     """copy(name, code): --model=moe_<name> is a file with this code."""
     def make(name, code):
-        (tmp_path / f"moe_{name}.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path)
+        (models / f"moe_{name}.py").write_text(code)
         return f"moe_{name}"
     return make
 

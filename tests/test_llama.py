@@ -71,7 +71,7 @@ def opened(path):
     cfg = config_class("gpt2")(strategy="single", compile=False, init_from=str(path),
                                gradient_accumulation_steps=1, dtype="float32")
     source = train.open_start(cfg, World())
-    cfg = with_model(resolve(cfg, World()), source.header)
+    cfg = with_model(resolve(cfg, World()), source)
     model = train.meta_model(cfg)
     fsdp.parallelize(model, cfg, World())
     checkpoint.load(source, model, None, World())
@@ -261,7 +261,7 @@ def case_memory(path):
     cfg = config_class("gpt2")(strategy="full_shard", compile=False, init_from=path,
                                gradient_accumulation_steps=2, dtype="float32")
     source = train.open_start(cfg, world)
-    cfg = with_model(resolve(cfg, world), source.header)
+    cfg = with_model(resolve(cfg, world), source)
     model = train.meta_model(cfg)
     fsdp.parallelize(model, cfg, world)
     for p in model.parameters():
