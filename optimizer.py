@@ -3,6 +3,11 @@ What turns gradients into steps: AdamW, or Muon for the blocks' matrices; the le
 
     optimizer = make_optimizer(model, cfg)   # after sharding, before the first forward
     lr = learning_rate_at(step, cfg)
+
+Yours is a torch.optim.Optimizer. When sharded a parameter and its gradient are DTensors, of which a
+rank has some rows. All that checkpoints keep of it is self.state[p], which its first step makes
+whole: tensors of any shape under a name each, DTensors placed as p or plain ones that are the same
+on all ranks. Any other could not go on at another world size, and the first save refuses it.
 """
 
 import math
@@ -11,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import float8
 from configurator import DTYPES
 
 
@@ -29,10 +33,16 @@ def make_optimizer(model, cfg):
     # fused: one kernel, where the other variants make a dozen temporaries as large as the model
     adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
                               fused=True)
-    optimizer = Muon(hidden, adamw, cfg) if hidden else adamw
-    if cfg.dtype == "float8":
-        float8.scale_each_step(model, optimizer)
-    return optimizer
+    return Muon(hidden, adamw, cfg) if hidden else adamw
+
+
+def make_state(optimizer):
+    """The state of all parameters, by a step that leaves them and it without meaning."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 # ---------- Muon --------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import float8
 import fsdp
 from configurator import DTYPES, SHARDED
-from optimizer import local, make_optimizer
+from optimizer import local, make_optimizer, make_state
 from train import meta_model, train_step
 
 try:
@@ -89,13 +89,11 @@ def step(wrapped, model, cfg, world, ledger):
 
     label("parameters", float8.plain)
     optimizer = make_optimizer(model, cfg)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p) if p.requires_grad else None
-    optimizer.step()  # makes its state
+    make_state(optimizer)
     label("optimizer", lambda p: optimizer.state.get(p))
     for t in tree_leaves(list(optimizer.state.values())):
         ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
-    optimizer.zero_grad()
+    float8.scale_each_step(model, optimizer, cfg)
 
     def after_block(i, out):
         x, *_ = tree_leaves(out)  # one tensor or several

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 import checkpoint
+import float8
 import fsdp
 from configurator import help_text, load_config, model_config, model_file, resolve, with_model
 from data.loader import Batches, data_dir, read_meta
@@ -49,6 +50,7 @@ def build(cfg, world, source=None):
     else:
         for name, p in model.named_parameters():
             fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
+    float8.scale_each_step(model, optimizer, cfg)
     return wrapped, model, optimizer
 
 
