@@ -1,10 +1,12 @@
 """Data: the order of windows, formats and vocabularies (loader.py), and any text (prepare.py)."""
 
 import csv
+import importlib
 import json
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from glob import glob
 import numpy as np
 import pytest
 import torch
-from harness import HERE, environment, flags, python, shell, tiny
+from harness import HERE, Ranks, environment, flags, python, shell, tiny
 
 from data import loader
 from data.loader import TokenFiles
@@ -117,7 +119,7 @@ def test_llmc_headers_and_shards(tmp_path, magic, dtype):
         assert files.batch([window])[0][0].tolist() == shards[shard][start:start + 16].tolist()
     with open(tmp_path / "fine_train_001.bin", "ab") as f:
         f.write(b"xx")
-    with pytest.raises(SystemExit, match="truncated"):
+    with pytest.raises(SystemExit, match="is damaged"):  # it has more than its header says
         TokenFiles(str(tmp_path), "train", 16, 200000)
 
 
@@ -127,9 +129,12 @@ def test_bad_files_are_one_clear_line(tmp_path):
     remedy = "python data/openwebtext/prepare.py"
     with pytest.raises(SystemExit, match=remedy if os.getcwd() == HERE else "prepare.py"):
         TokenFiles(os.path.join(HERE, "data", "openwebtext"), "nosuchsplit", 16, 67)
+    with pytest.raises(SystemExit, match="use a directory that has it"):
+        TokenFiles(os.path.join(HERE, "data"), "train", 16, 67)  # its prepare.py wants a name
     for data, message in [
-        (b"", "at least 17"),
-        (bytes(2 * 16), "at least 17"),
+        (b"", "0 tokens, needs at least 17; prepare more text"),
+        (bytes(2 * 1), "1 tokens, needs at least 17; prepare more text"),
+        (bytes(2 * 16), "16 tokens, needs at least 17; use --block_size=15"),
         (bytes(101), "whole number of 2-byte"),
         (np.full(100, 67, dtype=np.uint16).tobytes(), "beyond vocab_size=67"),
     ]:
@@ -205,6 +210,28 @@ def test_shakespeare_checks_the_sum(tmp_path):
                f"--out={tmp_path}")
     assert p.returncode == 1 and "sha256" in p.stderr and "Traceback" not in p.stderr
     assert not (tmp_path / "train.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["shakespeare_char", "python_stdlib"])
+@pytest.mark.parametrize("argv, message", [
+    (["--bogus"], "unrecognized arguments: --bogus"),
+    (["--out=/proc/x"], "cannot write /proc/x: No such file or directory; "),
+    (["--out=OUT"], "requested and"),  # on a full disk
+])
+def test_prepare_small_data_sets_bad_input_is_one_clear_line(tmp_path, name, argv, message):
+    argv = [arg.replace("OUT", str(tmp_path)) for arg in argv]
+    p = Ranks(1, prepare_small, name, argv).finish()
+    assert p.returncode == 1 and message in p.stderr and p.stderr.count("\n") == 1, p.stderr
+    assert p.stdout == "" and os.listdir(tmp_path) == []
+
+
+def prepare_small(name, argv):
+    """A data set's main on a disk that is full at 100,000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    module = importlib.import_module(f"data.{name}.prepare")
+    module.download = lambda path: "To be " * 20_000
+    sys.argv[1:] = argv
+    module.main(*([name, "", module.characters] if name == "shakespeare_char" else []))
 
 
 # -----------------------------------------------------------------------------
