@@ -47,7 +47,8 @@ from ranks import StopSignal, run  # noqa: E402
 def environment():
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher}
-    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
+    # the handler tells where a rank was when PyTorch's C++ aborted it
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE, "PYTHONFAULTHANDLER": "1"}
 
 
 def shell(*args, timeout=120, cwd=HERE, stdin="", env=None):
