@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, python
+from harness import HERE, python, script
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -665,9 +665,9 @@ def test_plan_refused_leaves_an_earlier_picture_whole(tmp_path):
 
 
 def test_plan_bad_input_ends_with_code_1_and_no_traceback():
-    p = python("plan.py", "--host_memory=0")
+    p = script("plan.py", "--host_memory=0")
     assert p.returncode == 1 and p.stderr == "--host_memory=0.0: pass a number above 0\n"
-    p = python("plan.py", "--help")
+    p = script("plan.py", "--help")
     assert p.returncode == 0 and "--world_size" in p.stdout and "GPUs that share host" in p.stdout
 
 
