@@ -179,7 +179,7 @@ def test_muon_singular_values_come_close_to_one():
 MECHANISMS = {
     "ddp": (3, dict(strategy="ddp")), "full_shard": (3, dict(strategy="full_shard")),
     "bf16": (2, dict(strategy="full_shard", dtype="bfloat16", cpu_offload=1.0)),
-    "hybrid_shard": (4, HYBRID),
+    "fp16": (2, dict(strategy="full_shard", dtype="float16")), "hybrid_shard": (4, HYBRID),
 }
 
 
