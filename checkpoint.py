@@ -37,9 +37,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 import float8
 from configurator import Config, model_config
 from fsdp import broadcast_full, gather_full, reshard, tied_names
+from optimizer import local
 from ranks import PATIENCE, World, from_rank0, mean, patient_group, print0, run
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
+# other programs' masks and angles, which are no parameters
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so in one process
 
 # ---------- saving: one run a directory ---------------------------------------
@@ -134,12 +137,16 @@ class Saver:
         header = make_header(model, optimizer, scaler, self.cfg)
         header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss)
         tensors = flat_state(model, optimizer)
+        if not finite(tensors, self.world):
+            raise SystemExit(f"weights or optimizer state are not finite after step {iter_num} and "
+                             "are not saved: try a lower learning_rate, or grad_clip=1.0; the last "
+                             f"checkpoint in {self.out_dir} is untouched")
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t, self.world) for key, t in tensors.items()}
             path = os.path.join(self.out_dir, name)
             return self.from_rank0(write_ckpt, path, flat, header)
         path = os.path.join(self.out_dir, f"step-{iter_num:09d}")
-        self.from_rank0(shutil.rmtree, path, True)  # half-written by a run that died, or damaged
+        self.from_rank0(remove, path)
         written = None
         with writing(path):
             if self.group:
@@ -196,6 +203,14 @@ def flat_state(model, optimizer=None):
     return tensors
 
 
+def finite(tensors, world):
+    """Is no number NaN or infinite? (collective: each rank looks at its rows)"""
+    rows = [local(t) for t in tensors.values()]
+    # aminmax passes NaN on, and needs no memory; a rank may have no rows
+    ends = [end for t in rows if t.numel() for end in t.aminmax()]
+    return everywhere(all(end.isfinite() for end in ends), world)
+
+
 def make_header(model, optimizer, scaler, cfg):
     """What is not a tensor, as plain values."""
     names = {p: name for name, p in model.named_parameters()}
@@ -228,15 +243,24 @@ def atomic(path):
     """A file for bytes, which becomes `path` if the block ends well, and else disappears."""
     tmp = path + ".tmp"
     with writing(path):
+        remove(tmp)
         try:
-            with open(tmp, "wb") as f:
+            with open(tmp, "xb") as f:
                 yield f
             sync(tmp)
             os.replace(tmp, path)
             sync(os.path.dirname(path) or ".")  # the rename itself
         finally:
-            if os.path.exists(tmp):
-                os.remove(tmp)
+            remove(tmp)
+
+
+def remove(path):
+    """What a run that died left at path, or a link there, but not what that names."""
+    with writing(path):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.remove(path)
 
 
 def sync(path):
@@ -324,12 +348,14 @@ def steps(out_dir, last):
 
 def open_full(path):
     """A ckpt.pt of ours or of nanoGPT."""
-    # mmap: a tensor's bytes are read when it is used, so memory holds one at a time
-    ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:  # mmap: a tensor's bytes are read when it is used, so memory holds one at a time
+        ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:  # its text says how to load the file and run what is in it
+        raise ValueError("it has more in it than tensors and plain values, or is damaged")
     weights = {}
     for name, tensor in ckpt["model"].items():
         name = name.removeprefix("module.").removeprefix("_orig_mod.")  # DDP, compile in nanoGPT
-        if not name.endswith(".attn.bias"):  # nanoGPT's causal mask, a buffer
+        if not name.endswith(BUFFERS):
             weights[name] = tensor
     # nanoGPT stores no names: it numbers first the matrices, then the vectors, in model order
     untied = [name for name in weights if name != "lm_head.weight"]
@@ -337,6 +363,9 @@ def open_full(path):
     flat = {f"model.{name}": tensor for name, tensor in weights.items()}
     for i, state in ckpt.get("optimizer", {"state": {}})["state"].items():
         flat.update({f"{key}.{names[i]}": tensor for key, tensor in state.items()})
+    for key, t in flat.items():
+        if not t.is_floating_point() or t.layout != torch.strided:
+            raise ValueError(f"{key} is no dense tensor of floats, but {t.dtype}, {t.layout}")
     header = {key: value for key, value in ckpt.items() if key not in ("model", "optimizer")}
     return make_source(path, header, {key: t.shape for key, t in flat.items()}, flat.__getitem__)
 
@@ -352,6 +381,8 @@ def open_sharded(path):
     metadata = MetadataReader(path).read_metadata()
     if {s.relative_path for s in metadata.storage_data.values()} - header["files"].keys():
         raise ValueError(f"its .metadata names a file that {HEADER} does not list")
+    if any(map(os.path.dirname, header["files"])):
+        raise ValueError(f"its {HEADER} lists a file that is not beside it")
     entries = metadata.state_dict_metadata
 
     def get(key):
@@ -373,6 +404,9 @@ def make_source(path, header, shapes, get, sharded=False):
     for key, kind in (("iter_num", int), ("model_args", dict), ("config", dict)):
         if type(header[key]) is not kind:
             raise ValueError(f"its {key} is {header[key]!r}")
+    for key in ("model", "dataset"):
+        if type(header["config"].get(key, "")) is not str:
+            raise ValueError(f"its {key} is {header['config'][key]!r}")
     scaler = header.get("scaler")
     if scaler is not None:
         float(scaler["scale"])
@@ -422,6 +456,11 @@ def intact(source, world):
             torch.load(source.path, map_location="meta", weights_only=True)  # the zip's directory
     except Exception:  # no such file, or not a zip any more
         good = False
+    return everywhere(good, world)
+
+
+def everywhere(good, world):
+    """Is it so on all ranks? (collective)"""
     return mean(torch.tensor(float(good)), world, patient=True) == 1
 
 
@@ -460,11 +499,15 @@ def compare(source, cfg):
 def load(source, model, optimizer, world):
     """Weights, and the optimizer's state of what trains, as they are sharded now (collective)."""
     shapes, params = source.header["shapes"], dict(model.named_parameters())
+    tied = {name for group in tied_names(model) for name in group}
     for key in {f"model.{name}": None for name in params} | shapes:
         kind, _, name = key.partition(".")
         p, shape = params.get(name), shapes.get(key)
-        if p is None:
+        if p is None and name in tied:  # under its other name
             continue
+        if p is None:
+            raise SystemExit(f"{source.path}: {key} is none of this model's parameters; it belongs "
+                             "to another model")
         # a position table may have more rows than this run's shorter context uses
         fits = shape and shape[1:] == p.shape[1:] and shape[0] >= p.shape[0]
         if not fits and (kind == "model" or shape != ()):
@@ -474,16 +517,37 @@ def load(source, model, optimizer, world):
             # a number, such as Adam's step, stands where a fused optimizer keeps it
             empty = torch.zeros_like(p) if shape else torch.zeros((), device=p.device)
             optimizer.state[p][kind] = empty
+    anew = drop_incomplete_state(optimizer) if optimizer else 0
+    if anew and source.header["iter_num"]:
+        print0(world, f"{source.path} lacks optimizer state of {anew} parameters that train now; "
+                      "theirs starts anew")
     tensors = flat_state(model, optimizer)
     if source.sharded:
         reader, alone = MetadataReader(source.path), not dist.is_initialized()
         group = None if alone else patient_group()
-        return dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
-    for key, t in tensors.items():
-        full = source.get(key) if world.rank == 0 else None
-        if full is not None and t.dim():
-            full = full[:len(t)]
-        broadcast_full(t, full, world)
+        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
+    else:
+        for key, t in tensors.items():
+            full = source.get(key) if world.rank == 0 else None
+            if full is not None and t.dim():
+                full = full[:len(t)]
+            broadcast_full(t, full, world)
+    if not finite(tensors, world):
+        raise SystemExit(f"{source.path} has numbers that are not finite (NaN or infinity); use "
+                         "another one")
+
+
+def drop_incomplete_state(optimizer):
+    """Keep the state of parameters that have all that others of their group have. Returns for how
+    many there is none."""
+    dropped = 0
+    for group in optimizer.param_groups:
+        kinds = set().union(*(optimizer.state.get(p, ()) for p in group["params"]))
+        for p in group["params"]:
+            if not kinds or optimizer.state.get(p, {}).keys() != kinds:
+                optimizer.state.pop(p, None)
+                dropped += 1
+    return dropped
 
 
 # ---------- the command -------------------------------------------------------

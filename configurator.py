@@ -24,6 +24,7 @@ from typing import Annotated, Literal, get_args, get_origin
 import torch
 import torch.distributed as dist
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
 STRATEGIES = ("single", "ddp") + SHARDED
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -118,13 +119,17 @@ class Config:
 
 def model_file(name):
     """The module that --model names; its Model and ModelConfig are the model."""
+    file = "model" if name == "gpt2" else str(name)
+    # nothing else is imported: that would run it, and a checkpoint may name anything
+    if not file.isidentifier() or not os.path.exists(os.path.join(HERE, f"{file}.py")):
+        raise SystemExit(f"model={name!r}: gpt2 is model.py, any other NAME is NAME.py beside it, "
+                         "with a Model and a ModelConfig")
     try:
-        module = importlib.import_module("model" if name == "gpt2" else name)
-    except (ImportError, TypeError, ValueError) as e:
-        raise SystemExit(f"model={name!r}: {e}; gpt2 is model.py, any other NAME is NAME.py, with "
-                         "a Model and a ModelConfig")
+        module = importlib.import_module(file)
+    except ImportError as e:
+        raise SystemExit(f"model={name!r}: {e}")
     if not hasattr(module, "Model") or not hasattr(module, "ModelConfig"):
-        raise SystemExit(f"model={name!r}: {name}.py has no Model or no ModelConfig; see model.py")
+        raise SystemExit(f"model={name!r}: {file}.py has no Model or no ModelConfig; see model.py")
     return module
 
 
@@ -168,12 +173,14 @@ def make_config(cls, values):
         raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
 
 
-def with_model(cfg, header):
-    """cfg with the model of a checkpoint's header, and its sizes; dropout stays this run's."""
-    cls = config_class(header["config"].get("model", "gpt2"))
-    ours = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    sizes = {key: value for key, value in header["model_args"].items() if key != "dropout"}
-    return make_config(cls, {**ours, **sizes, "model": cls.model})
+def with_model(cfg, source):
+    """cfg with the model of a checkpoint, and its sizes; dropout stays this run's."""
+    cls = config_class(source.header["config"].get("model", "gpt2"))
+    values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    for key, value in source.header["model_args"].items():
+        if key != "dropout":
+            values[key] = coerce(key, value, cls, source.path)
+    return make_config(cls, {**values, "model": cls.model})
 
 
 def run_file(path, before):

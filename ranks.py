@@ -154,7 +154,8 @@ def run(main, *args):
     except BaseException as e:
         code = traceback.format_exc()
         no_memory = isinstance(e, (torch.OutOfMemoryError, MemoryError))
-        if no_memory or "can't allocate memory" in str(e):  # the CPU allocator's plain RuntimeError
+        plain = ("can't allocate memory", "size calculation overflowed")  # RuntimeErrors of CPUs
+        if no_memory or any(words in str(e) for words in plain):
             code = (f"out of memory: {str(e).splitlines()[0]}; lower batch_size, block_size or the "
                     "model's sizes, or see what fits with python plan.py")
         peer_left = any(words in str(e) for words in ("by peer", "Broken pipe", "remote process"))

@@ -121,7 +121,7 @@ def main(argv):
     source = open_start(cfg, world)
     if source is None:
         raise SystemExit(f"init_from={args.init_from}: no model to sample from; use resume or gpt2")
-    cfg = with_model(resolve(cfg, world), source.header)
+    cfg = with_model(resolve(cfg, world), source)
     model = meta_model(cfg)
     fsdp.parallelize(model, cfg, world)
     load(source, model, None, world)

@@ -70,8 +70,8 @@ def choose_start(cfg, world):
     """(cfg, source, resumed): cfg has the model's sizes; does the run go on where source ended?"""
     source = open_start(cfg, world)
     resumed = source is not None and cfg.init_from in ("resume", "auto")
+    theirs = with_model(cfg, source) if source else cfg  # or a line that says what is wrong there
     if source and not resumed:
-        theirs = with_model(cfg, source.header)
         shorter = min(cfg.block_size, theirs.block_size)  # which saves memory
         cfg = replace(theirs, block_size=shorter)
     else:

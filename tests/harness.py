@@ -39,6 +39,7 @@ import torch.distributed as dist
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
 
+import configurator  # noqa: E402
 import train  # noqa: E402
 from configurator import config_class, load_config, model_config, model_file  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
@@ -163,8 +164,8 @@ class Ranks:
             open(os.path.join(self.logs.name, name), "w").close()
         for rank in range(world):
             own = {**env, "RANK": rank, "LOCAL_RANK": rank} if env else {}
-            p = server.Process(target=forked, args=(own, self.logs.name, function, args),
-                               daemon=True)  # ended with pytest, at the latest
+            told = (own, self.logs.name, configurator.HERE, function, args)
+            p = server.Process(target=forked, args=told, daemon=True)  # ends with pytest, at last
             p.start()
             self.ranks.append(p)
 
@@ -195,10 +196,11 @@ class Ranks:
         return subprocess.CompletedProcess("", code, out, err)
 
 
-def forked(env, logs, function, args):
+def forked(env, logs, models, function, args):
     for fd, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(os.path.join(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ.update({k: str(v) for k, v in env.items()})
+    configurator.HERE = models  # what the fixture `models` has set
     os.chdir(HERE)
     torch.set_num_threads(1)
     run(function, *args)

@@ -277,9 +277,8 @@ ModelConfig, Model = model.GPTConfig, Untied
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_checkpoint_of_an_untied_model_has_its_head(tmp, tmp_path, monkeypatch, kind):
-    (tmp_path / "untied.py").write_text(UNTIED)
-    monkeypatch.syspath_prepend(tmp_path)  # the forked ranks get it too
+def test_checkpoint_of_an_untied_model_has_its_head(tmp, tmp_path, models, kind):
+    (models / "untied.py").write_text(UNTIED)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = dict(model="untied", checkpoint=kind)
     launch(1, arguments(tmp, whole, max_iters=4, **run))
@@ -680,6 +679,23 @@ def test_run_does_not_follow_a_link_in_place_of_its_lock(tmp, tmp_path):
     assert p.stderr.count("\n") == 1 and precious.read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind, link", [("full", "ckpt.pt.tmp"), ("full", "ckpt.pt"),
+                                        ("sharded", "step-000000001")])
+def test_run_does_not_follow_a_link_in_place_of_what_it_writes(tmp, tmp_path, kind, link):
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.mkdir()
+    (precious / "mine").write_text("mine")
+    world, cfg, _, model, optimizer = built(tmp, checkpoint=kind)
+    saver = checkpoint.Saver(str(out), world)
+    saver.claim(cfg, None)
+    (out / link).symlink_to(precious if kind == "sharded" else precious / "mine")
+    save(saver, model, optimizer, 1)
+    saver.finish(wait=True)
+    assert os.listdir(precious) == ["mine"] and (precious / "mine").read_text() == "mine"
+    assert checkpoint.find(str(out), world).header["iter_num"] == 1
+    assert not any(path.is_symlink() for path in out.iterdir())
+
+
 def test_run_has_an_id_in_all_that_it_writes(tmp):
     out = os.path.join(tmp, "ids")
     launch(1, arguments(tmp, out, max_iters=2))
@@ -879,6 +895,86 @@ def test_damage_a_file_of_another_step_or_none_is_noticed(sound, tmp_path, name)
     assert checkpoint.find(str(out), World()).header["iter_num"] == 2
 
 
+def resumed(tmp, out, **overrides):
+    """What a run with init_from=resume begins with: (model, optimizer)."""
+    cfg = resolve(tiny(tmp, **{"out_dir": str(out), "init_from": "resume", **overrides}), World())
+    cfg, source, _ = train.choose_start(cfg, World())
+    return train.build(cfg, World(), source)[1:]
+
+
+def with_weight(change):
+    """An edit of ckpt.pt: another value of its last layer's first matrix."""
+    name = "transformer.h.2.attn.c_attn.weight"
+    return lambda ckpt: ckpt["model"].update({name: change(ckpt["model"][name])})
+
+
+ODD = [  # an edit of ckpt.pt, what the line says
+    (lambda c: c["config"].update(model=5), "its model is 5"),
+    (lambda c: c["config"].update(dataset=5), "its dataset is 5"),
+    (lambda c: c["config"].update(model="out-x.evil"), "model='out-x.evil': gpt2 is model.py, any"),
+    (lambda c: c["config"].update(seed=RunsCode("ran")), "more in it than tensors and plain value"),
+    (lambda c: c["model_args"].update(vocab_size="67"), "vocab_size='67' must be a whole number"),
+    (lambda c: c["model_args"].update(n_embd=30.5), "n_embd=30.5 must be a whole number"),
+    (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),
+     "model.transformer.h.3.ln_1.weight is none of this model's parameters"),
+    (with_weight(torch.Tensor.int), "no dense tensor of floats, but torch.int32"),
+    (with_weight(torch.Tensor.bool), "no dense tensor of floats, but torch.bool"),
+    (with_weight(torch.Tensor.to_sparse), "no dense tensor of floats, but torch.float32, torch.sp"),
+    (with_weight(lambda w: w * torch.nan), "has numbers that are not finite"),
+    (lambda c: c["optimizer"]["state"][0]["exp_avg"].fill_(torch.inf), "that are not finite")]
+
+
+@pytest.mark.parametrize("edit, message", ODD)
+def test_damage_of_what_a_full_one_means_is_one_clear_line(sound, tmp, tmp_path, edit, message):
+    ckpt = read_ckpt(sound["full"][0])
+    edit(ckpt)
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    with pytest.raises(SystemExit) as e:
+        resumed(tmp, tmp_path)
+    assert message in e.value.code and "\n" not in e.value.code
+    assert "weights_only" not in e.value.code
+
+
+@pytest.mark.parametrize("edit, anew", [
+    (lambda state: None, 0), (lambda state: state.pop(3), 1), (dict.clear, 40),
+    (lambda state: state[3].pop("exp_avg_sq"), 1)])
+def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, capsys, edit, anew):
+    ckpt = read_ckpt(sound["full"][0])
+    edit(ckpt["optimizer"]["state"])
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    model, optimizer = resumed(tmp, tmp_path)
+    line = f"{tmp_path}/ckpt.pt lacks optimizer state of {anew} parameters that train now; "
+    assert (line in capsys.readouterr().out) == (anew > 0)
+    assert len(optimizer.state) == 40 - anew
+    model(*torch.ones(2, 1, 4, dtype=torch.long))[1].backward()
+    optimizer.step()
+
+
+def case_not_finite(tmp, out, **overrides):
+    """A save when one rank's rows have an infinite number."""
+    world, cfg, wrapped, model, optimizer = built(tmp, keep_checkpoints=1, **overrides)
+    one_step(world, cfg, wrapped, model, optimizer)
+    saver = checkpoint.Saver(out, world)
+    saver.claim(cfg, None)
+    save(saver, model, optimizer, 1)
+    state = optimizer.state[model.transformer.wte.weight]["exp_avg"]
+    if world.rank == 1:
+        checkpoint.local(state)[-1, -1] = torch.inf
+    try:
+        save(saver, model, optimizer, 2)
+    except SystemExit as e:
+        return e.code, checkpoint.find(out, world).header["iter_num"]
+
+
+@pytest.mark.parametrize("strategy, kind", [("ddp", "full"), ("full_shard", "sharded")])
+def test_checkpoint_that_is_not_finite_is_never_saved(tmp, tmp_path, strategy, kind):
+    """Whoever has it, no rank saves: by a stop signal too, before the loss shows it."""
+    kwargs = dict(tmp=tmp, out=str(tmp_path), strategy=strategy, checkpoint=kind)
+    for code, kept in values(on_ranks(2, {"save": (case_not_finite, kwargs)}), "save"):
+        assert code.startswith("weights or optimizer state are not finite after step 2 and are not")
+        assert kept == 1
+
+
 # -----------------------------------------------------------------------------
 # nothing runs
 
@@ -944,6 +1040,19 @@ def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack, message):
     assert not trap.exists()
 
 
+@pytest.mark.parametrize("name", ["../x.distcp", "/x.distcp"])
+def test_security_a_file_elsewhere_is_not_read(sound, tmp_path, name):
+    """Though both lists agree on it, and on its checksum."""
+    step = tmp_path / "step-000000004"
+    shutil.copytree(os.path.join(sound["sharded"][0], "step-000000004"), step)
+    header = header_of(step)
+    header["files"][name] = 0
+    del header["checksum"]
+    (step / "header.json").write_text(checkpoint.sealed(header))
+    with pytest.raises(ValueError, match="lists a file that is not beside it"):
+        checkpoint.open_sharded(str(step))
+
+
 def test_security_pytorch_alone_would_have_run_it(tmp_path):
     """The trap is a real one."""
     dcp.save({"x": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
@@ -994,7 +1103,7 @@ def case_huggingface(tmp, path):
     world = setup("cpu", "auto")
     cfg = tiny(tmp, strategy="full_shard", init_from=path)
     source = train.open_start(cfg, world)
-    cfg = resolve(with_model(cfg, source.header), world)
+    cfg = resolve(with_model(cfg, source), world)
     wrapped, _, _ = train.build(cfg, world, source)
     idx = torch.arange(20)[None]
     with fsdp.inference(wrapped):
@@ -1038,6 +1147,50 @@ def test_huggingface_bad_input_is_one_clear_line(tmp_path):
     assert not os.path.exists(tmp_path / "back")
     with pytest.raises(SystemExit, match="not a model in Hugging Face format"):
         open_pretrained(str(tmp_path))
+
+
+def stray_index(path):
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}')
+
+
+def edited(**values):
+    """An edit of config.json."""
+    def edit(path):
+        file = path / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    return edit
+
+
+def replaced(change):
+    """An edit of a weight in model.safetensors."""
+    def edit(path):
+        from safetensors.torch import load_file, save_file
+        tensors = load_file(path / "model.safetensors")
+        name = "transformer.h.2.ln_1.weight"
+        save_file({**tensors, name: change(tensors[name])}, path / "model.safetensors")
+    return edit
+
+
+@pytest.mark.parametrize("edit, message", [
+    (edited(n_embd=30.0, n_layer=3.0), None),
+    (replaced(torch.Tensor.double), None),
+    (edited(n_layer=2.5), "n_layer=2.5 must be a whole number"),
+    (edited(n_embd=1e9, n_head=1), "size calculation overflowed"),
+    (edited(n_layer=2), "is none of this model's parameters"),
+    (replaced(torch.Tensor.int), "transformer.h.2.ln_1.weight is I32, not floats"),
+    (replaced(torch.Tensor.bool), "transformer.h.2.ln_1.weight is BOOL, not floats"),
+    (replaced(lambda w: w * torch.nan), "has numbers that are not finite (NaN or infinity)"),
+    (stray_index, "model.safetensors.index.json names a file that is not beside it")])
+def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, message):
+    pytest.importorskip("safetensors")
+    export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    edit(tmp_path)
+    try:
+        resumed(tmp, "", init_from=str(tmp_path))
+        said = None
+    except (SystemExit, RuntimeError) as e:  # ranks.run makes a line of the overflow
+        said = str(e)
+    assert said == message if message is None else message in said and "\n" not in said
 
 
 def test_huggingface_out_without_biases_writes_zeros(tmp, tmp_path):

@@ -135,10 +135,9 @@ class Model:
 
 
 @pytest.fixture
-def other(tmp_path, monkeypatch):
+def other(models):
     """--model=other_model"""
-    (tmp_path / "other_model.py").write_text(OTHER)
-    monkeypatch.syspath_prepend(tmp_path)
+    (models / "other_model.py").write_text(OTHER)
     yield "--model=other_model"
     sys.modules.pop("other_model", None)
     config_class.cache_clear()
@@ -161,11 +160,20 @@ def test_config_key_of_another_model_is_refused(other, argv):
     assert re.search(r"(n_layer|n_kv_head).*\(model=(gpt2|other_model)\)", said)
 
 
-@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", ".."])
-def test_config_unknown_model_is_one_clear_line(name):
-    said = one_line(load_config, [f"--model={name}"])
-    assert said.startswith(f"model={name!r}: ")
-    assert "ModelConfig" in said
+@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "train", "", "..", "/model",
+                                  "out_x.evil", "evil"])
+def test_config_unknown_model_is_one_clear_line(tmp_path, monkeypatch, capsys, name):
+    """It is not imported: not from a package, not from what else Python finds."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "out_x").mkdir()
+    for file in ("out_x/evil.py", "evil.py"):
+        (tmp_path / file).write_text("print('evil runs')")
+    for function, argv in ((load_config, [f"--model={name}"]), (train.main, [f"--model={name}"]),
+                           (train.main, [f"--model={name}", "--help"])):
+        said = one_line(function, argv)
+        assert said.startswith(f"model={name!r}: ")
+        assert "ModelConfig" in said
+    assert capsys.readouterr().out == ""
 
 
 def test_config_help_lists_the_keys_of_model(other, capsys):

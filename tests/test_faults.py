@@ -40,6 +40,7 @@ from harness import (
     python,
     read_ckpt,
     read_metrics,
+    run_training,
     script,
     start,
     torchrun,
@@ -173,6 +174,25 @@ def test_fault_nan_stops_all_ranks_and_keeps_the_checkpoint(tmp):
     line = r"^loss is (?:nan|inf).* at step [34]: try a lower learning_rate"
     assert len(re.findall(line, p.stderr, re.M)) == 1, p.stderr
     assert contents(os.path.join(out, "ckpt.pt")) == before
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_fault_a_stop_signal_in_a_step_that_gave_nan_saves_nothing(tmp, monkeypatch, kind):
+    """The loss would show it later: it is logged every 5 steps."""
+    name, step = f"nan-and-signal-{kind}", train.train_step
+    run = dict(checkpoint=kind, keep_checkpoints=1)
+    launch(1, arguments(tmp, os.path.join(tmp, name), max_iters=2, **run))
+
+    def broken(wrapped, *args):
+        result = step(wrapped, *args)
+        next(wrapped.parameters()).data.fill_(float("nan"))
+        StopSignal.number = signal.SIGTERM
+        return result
+
+    monkeypatch.setattr(train, "train_step", broken)
+    with pytest.raises(SystemExit, match="not finite after step 3 and are not saved"):
+        run_training(tmp, name, init_from="resume", max_iters=9, log_interval=5, **run)
+    assert newest(os.path.join(tmp, name)) == 2
 
 
 def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
@@ -790,6 +810,7 @@ MISTAKES = {  # name: (overrides, or what makes them; what the line says)
     "meta zero": (partial(data_with, meta={"vocab_size": 0}), "vocab_size is 0"),
     "train.bin": (partial(data_with, directory="train.bin"), "train.bin: Is a directory"),
     "wide": (dict(n_embd=3 * 10**6), "out of memory: "),
+    "wider": (dict(n_embd=3 * 10**9), "out of memory: "),
     "batch": (dict(batch_size=10**10), "out of memory: "),
     "iter_num": (partial(checkpoint_with, iter_num=str), "its iter_num is '1'"),
     "config": (partial(checkpoint_with, config=list), "its config is ["),

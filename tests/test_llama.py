@@ -76,7 +76,7 @@ def opened(path):
     cfg = config_class("gpt2")(strategy="single", compile=False, init_from=str(path),
                                gradient_accumulation_steps=1, dtype="float32")
     source = train.open_start(cfg, World())
-    cfg = with_model(resolve(cfg, World()), source.header)
+    cfg = with_model(resolve(cfg, World()), source)
     model = train.meta_model(cfg)
     fsdp.parallelize(model, cfg, World())
     checkpoint.load(source, model, None, World())
@@ -285,7 +285,7 @@ def case_memory(path):
     cfg = config_class("gpt2")(strategy="full_shard", compile=False, init_from=path,
                                gradient_accumulation_steps=2, dtype="float32")
     source = train.open_start(cfg, world)
-    cfg = with_model(resolve(cfg, world), source.header)
+    cfg = with_model(resolve(cfg, world), source)
     model = train.meta_model(cfg)
     fsdp.parallelize(model, cfg, world)
     for p in model.parameters():
@@ -426,9 +426,8 @@ class Model(torch.nn.Module):  # looks at one token, through a few matrices
 
 @pytest.mark.parametrize("world, strategy", [
     (2, "ddp"), (2, "shard_grad_op"), (2, "full_shard"), (2, "hybrid_shard")])
-def test_llama_is_not_special_a_toy_model_trains_too(tmp, tmp_path, monkeypatch, world, strategy):
-    (tmp_path / "toy.py").write_text(TOY)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_llama_is_not_special_a_toy_model_trains_too(tmp, tmp_path, models, world, strategy):
+    (models / "toy.py").write_text(TOY)
     more = {"shard_group_size": 2} if strategy == "hybrid_shard" else {}
     run = dict(max_iters=6, learning_rate=1e-2, warmup_iters=0)
 

@@ -185,9 +185,8 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("strategy, size", [("single", 1), ("full_shard", 8)])
-def test_plan_holds_for_a_model_file_that_it_does_not_know(tmp_path, monkeypatch, strategy, size):
-    (tmp_path / "llama_like.py").write_text(LLAMA_LIKE)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_plan_holds_for_a_model_file_that_it_does_not_know(models, strategy, size):
+    (models / "llama_like.py").write_text(LLAMA_LIKE)
     cfg = load_config(["--model=llama_like", f"--gradient_accumulation_steps={size}",
                        f"--strategy={strategy}", "--batch_size=4", "--width=192"])
     none, full = (plan.plan(*plan.place(replace(cfg, activation_checkpointing=how), size, MACHINE),
