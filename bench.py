@@ -114,7 +114,7 @@ def main(argv):
         extra = [s.strip() for s in settings.split(",") if s]
         extra += [f"strategy={strategy}"] if strategy else []
         names.append(" ".join(extra) or "config")
-        configs.append(load_config(rest + [f"--{s}" for s in extra]))
+        configs.append(load_config(rest + [f"--{s}" for s in extra], vars(own)))
     world = setup(configs[0].device, configs[0].backend)
     configs = [resolve(with_vocabulary(cfg), world) for cfg in configs]
     torch.set_float32_matmul_precision("high")  # as train.py

@@ -36,6 +36,7 @@ Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
 Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch,
                    "auto, cpu, mps, cuda or cuda:<number>"]
+Path = Annotated[str, len, "a name or a path"]
 PLAIN = {
     int: (int, lambda n: n >= 0, "a whole number, 0 or more"),
     float: (float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"),
@@ -47,7 +48,7 @@ PLAIN = {
 @dataclass
 class Config:
     # --- files
-    out_dir: str = "out"  # checkpoints and metrics.jsonl
+    out_dir: Path = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
     #   or in Hugging Face format: gpt2[-medium|-large|-xl], another hub name, a directory
     checkpoint: Literal["full", "sharded"] = "full"  # full: one portable ckpt.pt.
@@ -64,7 +65,7 @@ class Config:
     wandb_run_name: str = "run"
     tensorboard: bool = False  # log to TensorBoard too, in out_dir
     # --- data
-    dataset: str = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
+    dataset: Path = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
     gradient_accumulation_steps: Positive = 40  # micro-batches a step over all ranks together
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
     seed: int = 1337  # weights, data order, dropout: everything random follows from it
@@ -149,8 +150,9 @@ def model_config(cfg):
 # ---------- files, flags, help ------------------------------------------------
 
 
-def load_config(argv):
-    """Config files and --key=value flags, applied left to right over the defaults."""
+def load_config(argv, flags=()):
+    """Config files and --key=value flags, applied left to right over the defaults. flags: names
+    that the command takes itself, which a mistyped one may have meant."""
     values = {}
     for arg in argv:
         cls = config_class(values.get("model", Config.model))
@@ -162,13 +164,16 @@ def load_config(argv):
             raise SystemExit(f"{arg}: write it as {arg}=value")
         cls = config_class(given.get("model", cls.model))
         for key, value in given.items():
-            values[key] = coerce(key, value, cls, arg)
+            values[key] = coerce(key, value, cls, arg, flags)
     return make_config(config_class(values.get("model", Config.model)), values)
 
 
 def make_config(cls, values):
     try:
-        return cls(**values)
+        cfg = cls(**values)
+        if getattr(cfg, "n_layer", 1) > 10_000:  # they would be built for minutes without a word
+            raise ValueError(f"n_layer={cfg.n_layer} must be at most 10000")
+        return cfg
     except (TypeError, ValueError) as e:  # a key of another model; sizes that do not fit together
         raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
 
@@ -192,7 +197,7 @@ def run_file(path, before):
     except OSError as e:
         raise SystemExit(f"{path}: {e.strerror}; pass a config file such as config/quickstart.py, "
                          "or --key=value")
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise SystemExit(f"{path}: {type(e).__name__}: {e}")
     given = {}
     for key, value in scope.items():
@@ -202,12 +207,12 @@ def run_file(path, before):
     return given
 
 
-def coerce(key, value, cls, where):
+def coerce(key, value, cls, where, flags=()):
     """value as the key's type: exact, except that 1 may become 1.0, and 1e4 become 10000."""
     types = {f.name: f.type for f in fields(cls)}
     if key not in types:
-        near = difflib.get_close_matches(key, types, 1)
-        hint = f"did you mean {near[0]}?" if near else "python train.py --help lists the keys"
+        near = difflib.get_close_matches(key, [*flags, *types], 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint}")
     kind, test, words = rule(types[key])
     if where.startswith("--") and kind is not str:  # a flag's text

@@ -153,7 +153,7 @@ def parse(argv):
 
 def main(argv):
     machine, rest = parse(argv)
-    size, cfg = machine.world_size, with_vocabulary(load_config(rest))
+    size, cfg = machine.world_size, with_vocabulary(load_config(rest, vars(machine)))
     todo, model = variants(cfg, size, machine), meta_model(cfg)
     units = fsdp.find_units(model, cfg.wrap_min_params)
     first, unit = [*units, ("the root", model)][0]

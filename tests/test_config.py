@@ -45,6 +45,9 @@ def one_line(function, *args):
     (["--n_layer=True"], "whole number"),
     (["--n_layer"], "--n_layer=value"),
     (["--n_layer=0"], "n_layer=0 must be at least 1"),
+    (["--n_layer=1e9"], "n_layer=1000000000 must be at most 10000"),
+    (["--out_dir="], "--out_dir=: out_dir='' must be a name or a path"),
+    (["--dataset="], "--dataset=: dataset='' must be a name or a path"),
     (["--batch_size=0"], "batch_size=0 must be a whole number, at least 1"),
     (["--dropout=1.0"], "dropout=1.0 must be .*below 1"),
     (["--beta1=1.0"], "beta1=1.0 must be .*below 1"),
@@ -63,6 +66,7 @@ def test_config_bad_flag_is_one_clear_line(argv, message):
     ("n_layer = 'twelve'", "whole number"),
     ("n_layer = (", "SyntaxError"),
     ("compile = 1", "True or False"),
+    ("exit()", "SystemExit: None"),
 ])
 def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
     path = tmp_path / "c.py"
@@ -70,6 +74,11 @@ def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
     said = one_line(load_config, [str(path)])
     assert message in said
     assert str(path) in said
+
+
+def test_config_absurd_depth_of_a_checkpoint_is_refused_before_it_is_built(tmp):
+    header = {"config": {}, "model_args": {"n_layer": 10**7}}
+    assert "n_layer=10000000 must be at most 10000" in one_line(with_model, tiny(tmp), header)
 
 
 def test_config_order_and_types(tmp_path):

@@ -119,7 +119,7 @@ def test_llmc_headers_and_shards(tmp_path, magic, dtype):
         assert files.batch([window])[0][0].tolist() == shards[shard][start:start + 16].tolist()
     with open(tmp_path / "fine_train_001.bin", "ab") as f:
         f.write(b"xx")
-    with pytest.raises(SystemExit, match="truncated"):
+    with pytest.raises(SystemExit, match="is damaged"):  # it has more than its header says
         TokenFiles(str(tmp_path), "train", 16, 200000)
 
 
@@ -129,9 +129,12 @@ def test_bad_files_are_one_clear_line(tmp_path):
     remedy = "python data/openwebtext/prepare.py"
     with pytest.raises(SystemExit, match=remedy if os.getcwd() == HERE else "prepare.py"):
         TokenFiles(os.path.join(HERE, "data", "openwebtext"), "nosuchsplit", 16, 67)
+    with pytest.raises(SystemExit, match="use a directory that has it"):
+        TokenFiles(os.path.join(HERE, "data"), "train", 16, 67)  # its prepare.py wants a name
     for data, message in [
-        (b"", "at least 17"),
-        (bytes(2 * 16), "at least 17"),
+        (b"", "0 tokens, needs at least 17; prepare more text"),
+        (bytes(2 * 1), "1 tokens, needs at least 17; prepare more text"),
+        (bytes(2 * 16), "16 tokens, needs at least 17; use --block_size=15"),
         (bytes(101), "whole number of 2-byte"),
         (np.full(100, 67, dtype=np.uint16).tobytes(), "beyond vocab_size=67"),
     ]:

@@ -808,6 +808,7 @@ MISTAKES = {  # name: (overrides, or what makes them; what the line says)
     "meta float": (partial(data_with, meta={"vocab_size": 67.5}), "vocab_size is 67.5"),
     "meta null": (partial(data_with, meta={"vocab_size": None}), "vocab_size is None"),
     "meta zero": (partial(data_with, meta={"vocab_size": 0}), "vocab_size is 0"),
+    "meta huge": (partial(data_with, meta={"vocab_size": 10**12}), "vocab_size is 1000000000000"),
     "train.bin": (partial(data_with, directory="train.bin"), "train.bin: Is a directory"),
     "wide": (dict(n_embd=3 * 10**6), "out of memory: "),
     "wider": (dict(n_embd=3 * 10**9), "out of memory: "),

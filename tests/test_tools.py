@@ -127,6 +127,7 @@ def test_tools_bench_measures_the_machine(monkeypatch):
 @pytest.mark.parametrize("argv, message", [
     (["--steps=0"], "--steps=0"),
     (["--steps=x"], "'x'"),
+    (["--stepz=3"], "did you mean steps?"),
     (["--variants=strategy=dpp"], "strategy='dpp'"),
     (["--strategies=ddp"], "needs torchrun"),
     ([f"--profile={__file__}"], "cannot write"),
