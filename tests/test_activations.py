@@ -219,6 +219,33 @@ def test_ddp_reduces_in_reduce_dtype_without_nccl(tmp):
             assert 0 < (ours - theirs).norm() <= precision * theirs.norm() + 1e-6
 
 
+def case_storages(tmp):
+    """How many storages hold the gradients when each micro-batch of two steps is fetched."""
+    cfg = tiny(tmp, strategy="ddp", gradient_accumulation_steps=6)
+    world = ranks.setup(cfg.device, cfg.backend)
+    cfg = resolve(cfg, world)
+    wrapped, model, optimizer = train.build(cfg, world)
+    batches, scaler, counts = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False), []
+
+    def fetch(step, micro):
+        grads = [p.grad for p in model.parameters()]
+        counts.append(len({g if g is None else g.untyped_storage().data_ptr() for g in grads}))
+        return batches.train(step, micro)
+
+    batch = batches.train(0, 0)
+    for step in range(2):
+        _, _, batch = train.train_step(wrapped, optimizer, scaler, SimpleNamespace(train=fetch),
+                                       batch, step, cfg, world)
+    return counts
+
+
+def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
+    """From the first micro-batch on: beside the buckets they would take 4 bytes a parameter."""
+    results = on_ranks(2, {"ddp": (case_storages, dict(tmp=tmp))})
+    for counts in values(results, "ddp"):
+        assert counts == 6 * [1]  # the tiny model's fit one bucket
+
+
 def case_threads(tmp, **keys):
     cfg = tiny(tmp, strategy="full_shard", **keys)
     world = ranks.setup(cfg.device, cfg.backend)
