@@ -96,7 +96,8 @@ def step(wrapped, model, cfg, world, ledger):
     optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # as train_step
     label("gradients", lambda p: p.grad)
 
-    def after_block(i, x):
+    def after_block(i, out):
+        x, *_ = tree_leaves(out)  # one tensor or several
         if i == len(model.blocks) - 1:
             ledger.mark("forward, head")
         if x.requires_grad:
@@ -108,7 +109,7 @@ def step(wrapped, model, cfg, world, ledger):
 
     model.register_forward_pre_hook(lambda *_: ledger.mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda block, args, x, i=i: after_block(i, x))
+        block.register_forward_hook(lambda block, args, out, i=i: after_block(i, out))
     model.register_forward_hook(lambda *_: ledger.mark("backward, head"))
     optimizer.register_step_pre_hook(before_update)
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)

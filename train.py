@@ -173,7 +173,7 @@ def train(cfg):
         saver.claim(cfg, source if resumed else None)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg)))
+    log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg), world))
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -207,6 +207,8 @@ def train(cfg):
             break
 
         # one optimizer step
+        if step == first_step:
+            fsdp.require_gradients(wrapped, model, batch, cfg, world)
         scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
         loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
         if saver:

@@ -109,7 +109,6 @@ def case_chunks(tmp, **keys):
 CHUNKED = {f"{strategy}-{dtype}": dict(strategy=strategy, dtype=dtype, compile=False,
                                        shard_group_size=2 * (strategy == "hybrid_shard"))
            for strategy in STRATEGIES[1:] for dtype in ("float32", "bfloat16")}
-CHUNKED["llama"] = dict(strategy="full_shard", model="llama")
 
 
 @pytest.fixture(scope="module")

@@ -173,6 +173,28 @@ def test_muon_singular_values_come_close_to_one():
         assert 0.6 < values.min() and values.max() < 1.3
 
 
+def test_muon_takes_what_the_model_says_and_a_stack_is_matrices(tmp):
+    """The mixture of experts: not the router; each expert as a matrix of its own. Else 2-D ones."""
+    _, moe, opt = train.build(tiny(tmp, model="moe", strategy="single", **MUON), World())
+    names = {p: name for name, p in moe.named_parameters()}
+    ours = [names[p] for p in opt.param_groups[0]["params"]]
+    expected = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc", "mlp.c_proj")
+    assert sorted(ours) == [f"transformer.h.{i}.{name}" for i in range(3) for name in expected]
+    generator = torch.Generator().manual_seed(0)
+    for p in moe.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    stack = moe.blocks[1].mlp.c_fc
+    whole = stack.detach().clone()
+    opt.step()
+    for before, after, grad in zip(whole, stack, stack.grad):
+        expert = torch.nn.Parameter(before)
+        expert.grad = grad
+        plain_muon(expert, torch.zeros_like(grad), 1e-3)
+        assert torch.allclose(after, expert, atol=1e-7)
+    shares = optimizer.divide([torch.empty(8, 30, 60), *[torch.empty(30, 60)] * 8], 2)
+    assert sorted(map(len, shares)) == [1, 8]  # a stack costs what its matrices do
+
+
 # -----------------------------------------------------------------------------
 # mechanisms: who orthogonalizes what, and what is sent and kept
 

@@ -64,7 +64,7 @@ def test_tools_flops_are_the_formula_and_frozen_parameters_spare_theirs(
         tmp, freeze, frozen, unreached):
     model = train.meta_model(tiny(tmp, bias=False))
     fsdp.freeze(model, freeze)
-    assert metrics.flops_per_token(model) == plain_flops(frozen, unreached)
+    assert metrics.flops_per_token(model, World()) == plain_flops(frozen, unreached)
 
 
 def test_tools_flops_of_what_backward_never_reaches(tmp):
@@ -72,7 +72,7 @@ def test_tools_flops_of_what_backward_never_reaches(tmp):
     model = train.meta_model(tiny(tmp, bias=False, model="test_fsdp"))
     fsdp.freeze(model, r"wte|wpe|h\.[01]\.")
     # block 2's first product needs no gradient of its input: its LayerNorm trains, so it does
-    assert metrics.flops_per_token(model) == plain_flops(frozen=2, unreached=2)
+    assert metrics.flops_per_token(model, World()) == plain_flops(frozen=2, unreached=2)
 
 
 def test_tools_bench(tmp, tmp_path):
