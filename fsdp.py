@@ -96,6 +96,8 @@ def replicate(model, cfg, world):
             module, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(module), leaf, model.get_parameter(first))
     if cfg.strategy == "ddp":
+        for p in model.parameters():  # else gradients would lie beside DDP's buckets until reduced
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
         device_ids = [world.device.index] if world.device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
         hook = dict(bfloat16=default_hooks.bf16_compress_hook,

@@ -37,12 +37,11 @@ def make_optimizer(model, cfg):
 
 
 def make_state(optimizer):
-    """The state of all parameters, by a step that leaves them and it without meaning."""
+    """The state of all parameters, by a step of zeros; its values, and theirs, mean nothing."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in params:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 # ---------- Muon --------------------------------------------------------------

@@ -48,12 +48,10 @@ def rehearse(cfg, world):
     marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
     collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}
     """
-    # two micro-batches need the memory of any number, and with ddp, whose buckets hold gradients
-    # all the time, of one. With `last` a first, one between and a last send different things
+    # two micro-batches need the memory of any number; with `last` a first, one between and a last
+    # send different things
     micro_batches = cfg.gradient_accumulation_steps // world.size
     rehearsed = min(micro_batches, 3 if cfg.strategy in SHARDED and cfg.grad_sync == "last" else 2)
-    if cfg.strategy == "ddp":
-        rehearsed = 2
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
     fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(world.device.type == "cuda")
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
@@ -94,6 +92,8 @@ def step(wrapped, model, cfg, world, ledger):
     for t in tree_leaves(list(optimizer.state.values())):
         ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
     float8.scale_each_step(model, optimizer, cfg)
+    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # as train_step
+    label("gradients", lambda p: p.grad)
 
     def after_block(i, out):
         x, *_ = tree_leaves(out)  # one tensor or several
@@ -223,9 +223,14 @@ def stand_ins(fake, ledger, cfg, world):
         return hooks(lambda t: ledger.label("host", t.clone()), torch.clone)
 
     def reduced_one_by_one(model, **_):  # DDP's reducer is C++ and wants real memory
+        copies = []  # in another reduce_dtype; NCCL keeps them until all is reduced
+
         def reduce(p):
             if model.require_backward_grad_sync:
-                dist.all_reduce(p.grad.to(DTYPES[cfg.reduce_dtype]))
+                copies.append(p.grad.to(DTYPES[cfg.reduce_dtype]))
+                dist.all_reduce(copies[-1])
+                torch.autograd.Variable._execution_engine.queue_callback(copies.clear)
+
         for p in model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(reduce)

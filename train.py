@@ -120,7 +120,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, world)
     scaler.step(optimizer)  # float16: skipped, on all ranks alike, if a gradient overflowed
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # DDP's are views of its buckets
     return total, norm, batch
 
 

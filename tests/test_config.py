@@ -9,11 +9,12 @@ import glob
 import math
 import os
 import re
+import shutil
 import sys
 
 import pytest
 import torch
-from harness import HERE, python, tiny
+from harness import HERE, script, tiny
 
 import train
 from configurator import Config, config_class, fields, load_config, resolve, with_model
@@ -96,7 +97,7 @@ def test_config_order_and_types(tmp_path):
 
 
 def test_config_help_lists_every_key():
-    text = python("train.py", "--help").stdout
+    text = script("train.py", "--help").stdout
     for f in fields(config_class("gpt2")):
         default = re.search(rf"^  --{f.name}=(\S+)", text, re.M)
         assert default, f.name
@@ -241,6 +242,25 @@ def test_config_combination_without_meaning_is_one_clear_line(tmp, world, overri
 def test_config_resolve_spells_out_the_defaults(tmp, world, overrides, expected):
     cfg = resolve(tiny(tmp, **overrides), world, world.size > 1)
     assert {key: getattr(cfg, key) for key in expected} == expected
+    assert resolve(tiny(tmp), ONE, True).strategy == "full_shard"  # torchrun of one process
+
+
+@pytest.mark.parametrize("fast, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_config_auto_dtype_of_a_cpu_is_what_it_is_fast_at(tmp, monkeypatch, fast, dtype):
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, probe, lambda: fast)
+    assert resolve(tiny(tmp, dtype="auto"), ONE).dtype == dtype
+
+
+def test_config_compile_on_a_cpu_asks_for_a_compiler(tmp, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install g++" in one_line(resolve, tiny(tmp, compile=True), ONE)
+
+
+def test_config_of_a_checkpoint_has_its_sizes_and_this_runs_dropout(tmp):
+    header = dict(config={}, model_args=dict(n_layer=2, dropout=0.0))
+    cfg = with_model(tiny(tmp, dropout=0.3), header)
+    assert (cfg.n_layer, cfg.dropout) == (2, 0.3)
 
 
 def test_config_schedule_of_the_learning_rate(tmp):

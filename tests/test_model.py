@@ -105,15 +105,16 @@ def test_model_generate_draws_from_the_top_k_of_the_real_vocabulary():
     gpt = small_gpt()
     prompt = torch.zeros(64, 1, dtype=torch.long)
 
-    def drawn():
+    def drawn(temperature):
         generator = torch.Generator().manual_seed(0)
-        return generate(gpt, prompt, 1, top_k=3, vocab_size=50, generator=generator)[:, 1]
+        return generate(gpt, prompt, 1, temperature, 3, vocab_size=50, generator=generator)[:, 1]
 
-    out = drawn()
     allowed = gpt(prompt[:1])[0][0, 0, :50].topk(3).indices
-    assert set(out.tolist()) <= set(allowed.tolist())
-    assert len(set(out.tolist())) > 1
-    assert torch.equal(out, drawn())
+    for temperature in (0.8, 1.0, 2.0):
+        out = drawn(temperature)
+        assert set(out.tolist()) <= set(allowed.tolist())
+        assert len(set(out.tolist())) > 1
+        assert torch.equal(out, drawn(temperature))
 
 
 def test_model_bad_shape_is_a_value_error():

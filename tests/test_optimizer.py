@@ -203,7 +203,7 @@ def test_muon_takes_what_the_model_says_and_a_stack_is_matrices(tmp):
 MECHANISMS = {
     "ddp": (3, dict(strategy="ddp")), "full_shard": (3, dict(strategy="full_shard")),
     "bf16": (2, dict(strategy="full_shard", dtype="bfloat16", cpu_offload=1.0)),
-    "hybrid_shard": (4, HYBRID),
+    "fp16": (2, dict(strategy="full_shard", dtype="float16")), "hybrid_shard": (4, HYBRID),
 }
 
 
