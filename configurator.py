@@ -18,7 +18,7 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
@@ -42,6 +42,10 @@ PLAIN = {
     float: (float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"),
     bool: (bool, lambda b: True, "True or False"),
     str: (str, lambda s: True, "a string"),
+}
+SIGNED = {  # a model's keys: its __post_init__ knows what they may be
+    **PLAIN, int: (int, lambda n: True, "a whole number"),
+    float: (float, math.isfinite, "a finite number"),
 }
 
 
@@ -136,9 +140,19 @@ def model_file(name):
 
 @functools.cache
 def config_class(model):
-    """Config's keys and the model's in one dataclass."""
-    bases = (Config, model_file(model).ModelConfig)
-    return make_dataclass("RunConfig", [("model", str, model)], bases=bases)
+    """Config's keys and the model's in one dataclass; SystemExit for a key that cannot be one."""
+    cls = model_file(model).ModelConfig
+    if not is_dataclass(cls):
+        raise SystemExit(f"model={model!r}: its ModelConfig must be a @dataclass")
+    for f in fields(cls):
+        named = get_origin(f.type) is Literal and {str} == {*map(type, get_args(f.type))}
+        if f.name in Config.__dataclass_fields__:
+            raise SystemExit(f"model={model!r}: every run has a key {f.name}; rename ModelConfig's")
+        if f.default is MISSING or not (f.type in PLAIN or named):
+            raise SystemExit(f"model={model!r}: ModelConfig.{f.name}, a {f.type!r}, must be an int,"
+                             " float, bool, str or Literal of strings, with a default (and the "
+                             "file without from __future__ import annotations)")
+    return make_dataclass("RunConfig", [("model", str, model)], bases=(Config, cls))
 
 
 def model_config(cfg):
@@ -154,7 +168,7 @@ def load_config(argv, flags=()):
     """Config files and --key=value flags, applied left to right over the defaults. flags: names
     that the command takes itself, which a mistyped one may have meant."""
     values = {}
-    for arg in argv:
+    for i, arg in enumerate(argv):
         cls = config_class(values.get("model", Config.model))
         if not arg.startswith("--"):
             given = run_file(arg, {**{f.name: f.default for f in fields(cls)}, **values})
@@ -164,6 +178,9 @@ def load_config(argv, flags=()):
             raise SystemExit(f"{arg}: write it as {arg}=value")
         cls = config_class(given.get("model", cls.model))
         for key, value in given.items():
+            late = any(other.startswith("--model=") for other in argv[i + 1:])
+            if late and key not in cls.__dataclass_fields__:
+                raise SystemExit(f"{arg}: model={cls.model} has no key {key}; --model comes first")
             values[key] = coerce(key, value, cls, arg, flags)
     return make_config(config_class(values.get("model", Config.model)), values)
 
@@ -214,7 +231,7 @@ def coerce(key, value, cls, where, flags=()):
         near = difflib.get_close_matches(key, [*flags, *types], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint}")
-    kind, test, words = rule(types[key])
+    kind, test, words = rule(types[key], PLAIN if key in Config.__dataclass_fields__ else SIGNED)
     if where.startswith("--") and kind is not str:  # a flag's text
         try:
             value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
@@ -229,12 +246,12 @@ def coerce(key, value, cls, where, flags=()):
     return value
 
 
-def rule(declared):
+def rule(declared, plain):
     """(Python type, test, what an error says) of a key's declared type."""
     if get_origin(declared) is Literal:
         choices = get_args(declared)
         return str, choices.__contains__, f"one of {', '.join(map(repr, choices))}"
-    return get_args(declared) or PLAIN[declared]
+    return get_args(declared) or plain[declared]
 
 
 def help_text(usage, model="gpt2"):
@@ -244,9 +261,9 @@ def help_text(usage, model="gpt2"):
         return f"  --{key}={default}" + (f"\n        {comment}" if comment else "")
 
     text = usage.strip()
-    for cls in (Config, model_file(model).ModelConfig):
-        body = inspect.getsource(cls).partition(":\n")[2].partition("\n\n")[0]
-        body = body.replace("    #   ", " " * 8).replace("    # --- ", "\n")
+    for cls in (Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])):
+        keys = re.findall(r"^    (?:\w+: .+ = .+|# --- .*|#   .*)$", inspect.getsource(cls), re.M)
+        body = "\n".join(keys).replace("    #   ", " " * 8).replace("    # --- ", "\n")
         text += "\n" + re.sub(r"^    (\w+): .+? = (\S+)(?:  # (.*))?$", line, body, flags=re.M)
     return text
 

@@ -17,6 +17,7 @@ import torch
 from harness import HERE, script, tiny
 
 import train
+from checkpoint import Source
 from configurator import Config, config_class, fields, load_config, resolve, with_model
 from optimizer import learning_rate_at
 from ranks import World
@@ -78,7 +79,8 @@ def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
 
 def test_config_absurd_depth_of_a_checkpoint_is_refused_before_it_is_built(tmp):
     header = {"config": {}, "model_args": {"n_layer": 10**7}}
-    assert "n_layer=10000000 must be at most 10000" in one_line(with_model, tiny(tmp), header)
+    source = Source("ckpt.pt", header)
+    assert "n_layer=10000000 must be at most 10000" in one_line(with_model, tiny(tmp), source)
 
 
 def test_config_order_and_types(tmp_path):
@@ -162,7 +164,6 @@ def test_config_model_brings_its_own_keys(other):
     ["OTHER", "--n_layer=2"],
     ["--n_layer=2", "OTHER"],
     ["--n_kv_head=4"],  # of other_model, not of gpt2
-    ["--model=gpt2", "--n_kv_head=4", "OTHER"],
 ])
 def test_config_key_of_another_model_is_refused(other, argv):
     said = one_line(load_config, [other if arg == "OTHER" else arg for arg in argv])
@@ -183,6 +184,74 @@ def test_config_unknown_model_is_one_clear_line(tmp_path, monkeypatch, capsys, n
         assert said.startswith(f"model={name!r}: ")
         assert "ModelConfig" in said
     assert capsys.readouterr().out == ""
+
+
+ODD = '''
+from dataclasses import dataclass
+from typing import Literal
+
+class Model:
+    pass
+
+@dataclass
+class ModelConfig:
+    """A docstring, with a line of its own.
+
+    width: its width
+    """
+    # --- model odd
+    block_size: int = 8  # context length in tokens
+
+    bias: float = -1.5  # which may
+    #   be negative
+    kind: Literal["a", "b"] = "a"
+
+    def __post_init__(self):
+        pass
+'''
+
+
+@pytest.fixture
+def odd(models):
+    """odd(before, after): --model=odd, with another text in its file."""
+    def make(before="", after=""):
+        assert before in ODD
+        (models / "odd.py").write_text(ODD.replace(before, after))
+        return "--model=odd"
+    yield make
+    sys.modules.pop("odd", None)
+    config_class.cache_clear()
+
+
+@pytest.mark.parametrize("before, after, message", [
+    ("block_size: int = 8", "momentum: float = 0.5", "every run has a key momentum; rename Model"),
+    ("block_size: int = 8", "dtype: str = 'x'", "every run has a key dtype; rename ModelConfig's"),
+    ("\nfrom dataclasses", "from __future__ import annotations\nfrom dataclasses",
+     "ModelConfig.block_size, a 'int', must be an int, .* without from __future__ import annot"),
+    ("int = 8", "int | None = 8", r"ModelConfig.block_size, a int \| None, must be an int, float"),
+    ("int = 8", "tuple = (8,)", "ModelConfig.block_size, a <class 'tuple'>, must be an int"),
+    ('Literal["a", "b"] = "a"', "Literal[1, 2] = 1", "ModelConfig.kind, .* or Literal of strings"),
+    ("int = 8", "int", "ModelConfig.block_size, .* with a default"),
+    ("@dataclass\n", "", "ModelConfig must be a @dataclass")])
+def test_config_a_model_files_odd_key_is_one_clear_line(odd, before, after, message):
+    said = one_line(load_config, [odd(before, after)])
+    assert re.search("model='odd': .*" + message, said), said
+
+
+def test_config_a_model_files_own_keys(odd, capsys):
+    model = odd()
+    cfg = load_config([model, "--bias=-2", "--kind=b"])
+    assert (cfg.bias, cfg.kind) == (-2.0, "b")
+    assert "must be a finite number" in one_line(load_config, [model, "--bias=nan"])
+    assert "one of 'a', 'b'" in one_line(load_config, [model, "--kind=c"])
+    said = one_line(load_config, ["--kind=b", model])
+    assert said == "--kind=b: model=gpt2 has no key kind; --model comes first"
+    train.main([model, "--help"])
+    text = capsys.readouterr().out
+    keys = (r"^model odd\n  --block_size=8\n +context length in tokens\n"
+            r"  --bias=-1.5\n +which may\n +be negative\n  --kind=")
+    assert re.search(keys, text, re.M)
+    assert "docstring" not in text and "width" not in text and "post_init" not in text
 
 
 def test_config_help_lists_the_keys_of_model(other, capsys):
@@ -259,7 +328,7 @@ def test_config_compile_on_a_cpu_asks_for_a_compiler(tmp, monkeypatch):
 
 def test_config_of_a_checkpoint_has_its_sizes_and_this_runs_dropout(tmp):
     header = dict(config={}, model_args=dict(n_layer=2, dropout=0.0))
-    cfg = with_model(tiny(tmp, dropout=0.3), header)
+    cfg = with_model(tiny(tmp, dropout=0.3), Source("ckpt.pt", header))
     assert (cfg.n_layer, cfg.dropout) == (2, 0.3)
 
 
