@@ -59,7 +59,10 @@ def open_start(cfg, world):
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from not in ("resume", "auto"):
-        from huggingface import open_pretrained  # here, so that a fork can delete the file
+        try:
+            from huggingface import open_pretrained  # here, so that a fork can delete the file
+        except ImportError:
+            raise SystemExit(f"init_from={cfg.init_from} needs huggingface.py, which is not here")
         return from_rank0(world, lambda: open_pretrained(cfg.init_from))
     source = checkpoint.find(cfg.out_dir, world)
     if source is None and cfg.init_from == "resume":

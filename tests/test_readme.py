@@ -120,11 +120,15 @@ def main_in(here, module, argv):
     importlib.import_module(module).main(argv)
 
 
+def copied(path):
+    """The project without what git ignores."""
+    left_out = (".git", ".venv", "out", "out-*", "*.bin", "__pycache__", ".*_cache")
+    return shutil.copytree(HERE, path, ignore=shutil.ignore_patterns(*left_out))
+
+
 def test_readme_commands_run(tmp_path):
     """In a copy of the project, in order: README.md, then the pages of docs/."""
-    copy = tmp_path / "copy"
-    left_out = (".git", ".venv", "out", "out-*", "*.bin", "__pycache__", ".*_cache")
-    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(*left_out))
+    copy = copied(tmp_path / "copy")
     path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
     first, second, *_ = sh_commands("README.md")
     assert "python3 -m venv" in first and "quickstart" in first
@@ -138,6 +142,30 @@ def test_readme_commands_run(tmp_path):
             p = p or shell("bash", "-c", command, cwd=copy, timeout=180,
                            env={"PYTHONPATH": str(copy), "PATH": path})
             assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
+
+
+def test_readme_a_fork_may_delete_what_it_says(tmp_path):
+    """In a copy: every test is still found, and one line says what is missing."""
+    text = re.search(r"A fork can delete (.*?)\.\n", read("README.md"), re.S)[1]
+    names = re.findall(r"`(\w+\.py)`", text)
+    assert len(names) == 6
+    copy = copied(tmp_path / "copy")
+    for name in names:
+        os.remove(copy / name)
+
+    def run(*args):
+        return python(*args, cwd=copy, env={"PYTHONPATH": str(copy)})
+
+    p = run("-m", "pytest", "-q", "--collect-only")
+    assert p.returncode == 0, p.stdout
+    p = run("-m", "pytest", "-q", "test_fsdp.py", "-k", "contract or single or recomputed")
+    assert p.returncode == 0 and "6 passed" in p.stdout, p.stdout
+    said = {"--init_from=gpt2": "init_from=gpt2 needs huggingface.py, which is not here\n",
+            "--model=llama": "model='llama': gpt2 is model.py, any other NAME is NAME.py beside "
+                             "it, with a Model and a ModelConfig\n"}
+    for flag in said:
+        p = run("train.py", flag, f"--out_dir={tmp_path / 'out'}")
+        assert (p.returncode, p.stderr) == (1, said[flag])
 
 
 def case_readme():
