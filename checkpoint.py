@@ -387,7 +387,7 @@ def open_sharded(path):
 
     def get(key):
         box = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)}
-        dcp.load(box, storage_reader=MetadataReader(path), no_dist=True)
+        read_sharded(path, box)
         return box[key]
 
     shapes = {key: entry.size for key, entry in entries.items()}
@@ -413,6 +413,16 @@ def make_source(path, header, shapes, get, sharded=False):
     header.update(best_val_loss=float(header["best_val_loss"]), scaler=scaler,
                   shapes={key: tuple(shape) for key, shape in shapes.items()})
     return Source(path, header, get, sharded)
+
+
+def read_sharded(path, tensors, group=None):
+    """Fill tensors (collective in group)."""
+    reader = MetadataReader(path)
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    except (OSError, CheckpointException):  # which is no Exception
+        raise SystemExit(f"{path} was removed or damaged while it was read, maybe by the run that "
+                         "saves there; start again")
 
 
 class MetadataReader(dcp.FileSystemReader):
@@ -523,9 +533,7 @@ def load(source, model, optimizer, world):
                       "theirs starts anew")
     tensors = flat_state(model, optimizer)
     if source.sharded:
-        reader, alone = MetadataReader(source.path), not dist.is_initialized()
-        group = None if alone else patient_group()
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
+        read_sharded(source.path, tensors, patient_group() if dist.is_initialized() else None)
     else:
         for key, t in tensors.items():
             full = source.get(key) if world.rank == 0 else None

@@ -946,6 +946,19 @@ def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, ca
     optimizer.step()
 
 
+def test_checkpoint_that_is_pruned_while_it_is_opened_is_one_clear_line(sound, tmp_path):
+    """As when sample.py or the command reads beside a run that saves."""
+    out = tmp_path / "out"
+    shutil.copytree(sound["sharded"][0], out)
+    source = checkpoint.find(str(out), World())
+    shutil.rmtree(source.path)
+    line = f"{source.path} was removed or damaged while it was read, maybe by the run that saves"
+    with pytest.raises(SystemExit, match=line):
+        source.get("model.transformer.wte.weight")
+    with pytest.raises(SystemExit, match=line):
+        checkpoint.load(source, GPT(GPTConfig(**source.header["model_args"])), None, World())
+
+
 def case_not_finite(tmp, out, **overrides):
     """A save when one rank's rows have an infinite number."""
     world, cfg, wrapped, model, optimizer = built(tmp, keep_checkpoints=1, **overrides)
