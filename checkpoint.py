@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import float8
 from configurator import Config, model_config
+from data.loader import data_dir, read_meta
 from fsdp import broadcast_full, gather_full, reshard, tied_names
 from optimizer import local
 from ranks import PATIENCE, World, from_rank0, mean, patient_group, print0, run
@@ -217,7 +218,7 @@ def make_header(model, optimizer, scaler, cfg):
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
     return dict(model_args=asdict(model_config(cfg)), config=asdict(cfg), param_names=ordered,
                 param_groups=optimizer.state_dict()["param_groups"], ties=tied_names(model),
-                scaler=scaler.state_dict() or None)
+                scaler=scaler.state_dict() or None, meta=read_meta(data_dir(cfg.dataset)))
 
 
 def write_ckpt(path, flat, header):
@@ -401,7 +402,9 @@ def sealed(header):
 
 
 def make_source(path, header, shapes, get, sharded=False):
-    for key, kind in (("iter_num", int), ("model_args", dict), ("config", dict)):
+    header.setdefault("meta", {})  # of a checkpoint of nanoGPT
+    kinds = dict(iter_num=int, model_args=dict, config=dict, meta=dict)
+    for key, kind in kinds.items():
         if type(header[key]) is not kind:
             raise ValueError(f"its {key} is {header[key]!r}")
     for key in ("model", "dataset"):
