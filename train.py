@@ -55,22 +55,21 @@ def build(cfg, world, source=None):
 
 
 def open_start(cfg, world):
-    """The Source that cfg.init_from names, None for a fresh start; SystemExit if it is missing."""
+    """The Source that cfg.init_from names, None for a fresh start."""
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from not in ("resume", "auto"):
         from huggingface import open_pretrained  # here, so that a fork can delete the file
         return from_rank0(world, lambda: open_pretrained(cfg.init_from))
-    source = checkpoint.find(cfg.out_dir, world)
-    if source is None and cfg.init_from == "resume":
-        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
-                         "or auto to resume only if there is one")
-    return source
+    return checkpoint.find(cfg.out_dir, world)
 
 
 def choose_start(cfg, world):
     """(cfg, source, resumed): cfg has the model's sizes; does the run go on where source ended?"""
     source = open_start(cfg, world)
+    if source is None and cfg.init_from == "resume":
+        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
+                         "or auto to resume only if there is one")
     resumed = source is not None and cfg.init_from in ("resume", "auto")
     theirs = with_model(cfg, source) if source else cfg  # or a line that says what is wrong there
     if source and not resumed:

@@ -225,7 +225,7 @@ def test_checkpoint_has_nanogpts_layout(tmp):
     launch(1, arguments(tmp, out, max_iters=2, bias=False))
     ckpt = read_ckpt(out)
     theirs = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
-    assert ckpt.keys() == theirs | {"param_names", "run", "scaler"}
+    assert ckpt.keys() == theirs | {"param_names", "run", "scaler", "meta"}
     assert list(ckpt["model_args"])
     assert ckpt["iter_num"] == 2
     assert ckpt["config"]["n_layer"] == 3
@@ -944,6 +944,19 @@ def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, ca
     assert len(optimizer.state) == 40 - anew
     model(*torch.ones(2, 1, 4, dtype=torch.long))[1].backward()
     optimizer.step()
+
+
+def test_checkpoint_that_is_pruned_while_it_is_opened_is_one_clear_line(sound, tmp_path):
+    """As when sample.py or the command reads beside a run that saves."""
+    out = tmp_path / "out"
+    shutil.copytree(sound["sharded"][0], out)
+    source = checkpoint.find(str(out), World())
+    shutil.rmtree(source.path)
+    line = f"{source.path} was removed or damaged while it was read, maybe by the run that saves"
+    with pytest.raises(SystemExit, match=line):
+        source.get("model.transformer.wte.weight")
+    with pytest.raises(SystemExit, match=line):
+        checkpoint.load(source, GPT(GPTConfig(**source.header["model_args"])), None, World())
 
 
 def case_not_finite(tmp, out, **overrides):
