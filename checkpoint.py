@@ -40,7 +40,7 @@ from configurator import Config, model_config
 from data.loader import data_dir, read_meta
 from fsdp import broadcast_full, gather_full, reshard, tied_names
 from optimizer import local, make_state
-from ranks import PATIENCE, World, from_rank0, mean, patient_group, print0, run
+from ranks import PATIENCE, World, from_rank0, mean, patient_group, peer_left, print0, run
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
 # other programs' masks and angles, which are no parameters
@@ -301,10 +301,10 @@ def writing(path):
         yield
     # torch.save raises RuntimeError on a full disk; CheckpointException is no Exception
     except (OSError, RuntimeError, CheckpointException) as e:
-        if isinstance(e, torch.OutOfMemoryError):
-            raise  # a RuntimeError too; ranks.run knows what to say
         if isinstance(e, CheckpointException):
             e, _ = next(iter(e.failures.values()))  # the first rank's
+        if isinstance(e, torch.OutOfMemoryError) or peer_left(e):
+            raise e  # RuntimeErrors too; ranks.run knows what to say
         raise SystemExit(f"cannot write {path}: {first_line(e)}; the previous checkpoint is "
                          "untouched. Make room, or pass another directory (out_dir)")
 

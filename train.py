@@ -11,8 +11,12 @@ Config files are Python assignments; files and --key=value flags apply left to r
 
 import math
 import os
+import signal
 import sys
 from dataclasses import replace
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop, Ctrl-C ends this at once
 
 import torch
 
