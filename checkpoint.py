@@ -153,7 +153,9 @@ class Saver:
         written = None
         with writing(path):
             if self.group:
-                written = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
+                # given a writer, its thread touches no GPU; PyTorch's own would all use number 0
+                written = dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(path),
+                                         process_group=self.group)
             else:  # without a process group PyTorch saves in the foreground only
                 dcp.save(tensors, checkpoint_id=path, no_dist=True)
         self.saving = self.background.submit(self.complete, path, header, written)

@@ -27,7 +27,7 @@ from torch.utils import checkpoint as recompute  # PyTorch's; ours writes files
 
 import float8
 from configurator import DTYPES, SHARDED
-from ranks import mean
+from ranks import mean, patient_group
 
 ROOT = ""  # the root unit's name, as in named_modules
 
@@ -359,6 +359,7 @@ def broadcast_full(t, full, world):
     if world.size > 1:
         if world.rank > 0:
             full = torch.empty(t.shape, dtype=t.dtype, device=world.device)
-        full = full.to(world.device, t.dtype).contiguous()
+        full = full.to(world.device, t.dtype).contiguous()  # rank 0 reads its disk, as long as ...
+        dist.barrier(patient_group())  # ... that takes; from the broadcast on a watchdog counts
         dist.broadcast(full, src=0)
     write_full(t, full)

@@ -382,11 +382,12 @@ class Background:
         monkeypatch.setattr(checkpoint.dcp, "async_save", self.async_save)
         monkeypatch.setattr(checkpoint.dist, "gather_object", self.gather_object)
 
-    def async_save(self, tensors, checkpoint_id, process_group):
-        os.makedirs(checkpoint_id, exist_ok=True)
+    def async_save(self, tensors, storage_writer, process_group):
+        path = storage_writer.path
+        os.makedirs(path, exist_ok=True)
         for name in (".metadata", "__0_0.distcp"):
-            with open(os.path.join(checkpoint_id, name), "w") as f:
-                f.write(f"{name} of {checkpoint_id}")
+            with open(os.path.join(path, name), "w") as f:
+                f.write(f"{name} of {path}")
         self.pending.append(concurrent.futures.Future())
         return self.pending[-1]
 
