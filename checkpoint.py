@@ -37,9 +37,10 @@ from torch.distributed.tensor import DTensor
 
 import float8
 from configurator import Config, model_config
+from data.loader import data_dir, read_meta
 from fsdp import broadcast_full, gather_full, reshard, tied_names
 from optimizer import local, make_state
-from ranks import PATIENCE, World, from_rank0, mean, patient_group, print0, run
+from ranks import PATIENCE, World, from_rank0, mean, patient_group, peer_left, print0, run
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
 # other programs' masks and angles, which are no parameters
@@ -152,7 +153,9 @@ class Saver:
         written = None
         with writing(path):
             if self.group:
-                written = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
+                # given a writer, its thread touches no GPU; PyTorch's own would all use number 0
+                written = dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(path),
+                                         process_group=self.group)
             else:  # without a process group PyTorch saves in the foreground only
                 dcp.save(tensors, checkpoint_id=path, no_dist=True)
         self.saving = self.background.submit(self.complete, path, header, written)
@@ -242,7 +245,7 @@ def make_header(model, optimizer, scaler, cfg):
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
     return dict(model_args=asdict(model_config(cfg)), config=asdict(cfg), param_names=ordered,
                 param_groups=optimizer.state_dict()["param_groups"], ties=tied_names(model),
-                scaler=scaler.state_dict() or None)
+                scaler=scaler.state_dict() or None, meta=read_meta(data_dir(cfg.dataset)))
 
 
 def write_ckpt(path, flat, header):
@@ -301,10 +304,10 @@ def writing(path):
         yield
     # torch.save raises RuntimeError on a full disk; CheckpointException is no Exception
     except (OSError, RuntimeError, CheckpointException) as e:
-        if isinstance(e, torch.OutOfMemoryError):
-            raise  # a RuntimeError too; ranks.run knows what to say
         if isinstance(e, CheckpointException):
             e, _ = next(iter(e.failures.values()))  # the first rank's
+        if isinstance(e, torch.OutOfMemoryError) or peer_left(e):
+            raise e  # RuntimeErrors too; ranks.run knows what to say
         raise SystemExit(f"cannot write {path}: {first_line(e)}; the previous checkpoint is "
                          "untouched. Make room, or pass another directory (out_dir)")
 
@@ -413,7 +416,7 @@ def open_sharded(path):
 
     def get(key):
         box = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)}
-        dcp.load(box, storage_reader=MetadataReader(path), no_dist=True)
+        read_sharded(path, box)
         return box[key]
 
     shapes = {key: entry.size for key, entry in entries.items()}
@@ -427,7 +430,9 @@ def sealed(header):
 
 
 def make_source(path, header, shapes, get, sharded=False):
-    for key, kind in (("iter_num", int), ("model_args", dict), ("config", dict)):
+    header.setdefault("meta", {})  # of a checkpoint of nanoGPT
+    kinds = dict(iter_num=int, model_args=dict, config=dict, meta=dict)
+    for key, kind in kinds.items():
         if type(header[key]) is not kind:
             raise ValueError(f"its {key} is {header[key]!r}")
     for key in ("model", "dataset"):
@@ -439,6 +444,16 @@ def make_source(path, header, shapes, get, sharded=False):
     header.update(best_val_loss=float(header["best_val_loss"]), scaler=scaler,
                   shapes={key: tuple(shape) for key, shape in shapes.items()})
     return Source(path, header, get, sharded)
+
+
+def read_sharded(path, tensors, group=None):
+    """Fill tensors (collective in group)."""
+    reader = MetadataReader(path)
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    except (OSError, CheckpointException):  # which is no Exception
+        raise SystemExit(f"{path} was removed or damaged while it was read, maybe by the run that "
+                         "saves there; start again")
 
 
 class MetadataReader(dcp.FileSystemReader):
@@ -543,9 +558,7 @@ def load(source, model, optimizer, world):
             raise SystemExit(f"{source.path}: {key} is missing or has shape {shape}, not {ours}; "
                              "it belongs to another model")
     if source.sharded:
-        reader, alone = MetadataReader(source.path), not dist.is_initialized()
-        group = None if alone else patient_group()
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
+        read_sharded(source.path, tensors, patient_group() if dist.is_initialized() else None)
     else:
         for key, t in tensors.items():
             full = source.get(key) if world.rank == 0 else None

@@ -122,8 +122,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """
-        idx (B, T) token ids -> (logits, loss). With targets (B, T; -1 is ignored): logits (B, T, V)
-        and the mean cross-entropy in fp32. Without: of the last position only, (B, 1, V), and None.
+        idx (B, T) token ids -> (logits, loss). With targets (B, T; -1 is ignored): logits, detached
+        (B, T, V), and the mean cross-entropy in fp32. Without: of the last position only, and None.
         cache: one sample.KVCache per block; idx then continues what the cache holds.
         """
         past = 0 if cache is None else cache[0].length
@@ -188,7 +188,7 @@ def attend(q, k, v, dropout):
     may have fewer heads: each then serves several of q's (grouped-query attention)."""
     B, nh, T, hs = q.size()
     explicit = explicit_is_faster(q.device.type, q.dtype, T)
-    if explicit or q.dtype == torch.float32:  # flash attention groups heads; other kernels don't
+    if explicit or q.dtype != torch.bfloat16:  # only flash is sure to group heads, in bf16
         k, v = (t.repeat_interleave(nh // t.size(1), 1) if t.size(1) < nh else t for t in (k, v))
     if explicit:
         mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)

@@ -202,6 +202,7 @@ def reference(cfg):
     """The same training in plain PyTorch: own loop, own optimizer calls, a whole batch a step."""
     files = loader.TokenFiles(cfg.dataset, "train", cfg.block_size, 67)
     gpt = plain_model(cfg)
+    gpt.lm_head.register_forward_hook(lambda head, args, out: setattr(head, "out", out))
     for name, p in gpt.named_parameters():
         p.requires_grad_(not (cfg.freeze and re.search(cfg.freeze, name)))
     trained = [p for p in gpt.parameters() if p.requires_grad]
@@ -214,8 +215,8 @@ def reference(cfg):
         for group in optimizer.param_groups:
             group["lr"] = rate
         x, y = files.batch(loader.train_order(len(files), cfg.seed, step * samples, samples))
-        logits, _ = gpt(x, y)
-        loss = F.cross_entropy(logits.view(-1, 67), y.view(-1))
+        gpt(x, y)
+        loss = F.cross_entropy(gpt.lm_head.out.view(-1, 67), y.view(-1))
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or 1e9)

@@ -11,8 +11,12 @@ Config files are Python assignments; files and --key=value flags apply left to r
 
 import math
 import os
+import signal
 import sys
 from dataclasses import replace
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop, Ctrl-C ends this at once
 
 import torch
 
@@ -55,7 +59,7 @@ def build(cfg, world, source=None):
 
 
 def open_start(cfg, world):
-    """The Source that cfg.init_from names, None for a fresh start; SystemExit if it is missing."""
+    """The Source that cfg.init_from names, None for a fresh start."""
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from not in ("resume", "auto"):
@@ -64,16 +68,15 @@ def open_start(cfg, world):
         except ImportError:
             raise SystemExit(f"init_from={cfg.init_from} needs huggingface.py, which is not here")
         return from_rank0(world, lambda: open_pretrained(cfg.init_from))
-    source = checkpoint.find(cfg.out_dir, world)
-    if source is None and cfg.init_from == "resume":
-        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
-                         "or auto to resume only if there is one")
-    return source
+    return checkpoint.find(cfg.out_dir, world)
 
 
 def choose_start(cfg, world):
     """(cfg, source, resumed): cfg has the model's sizes; does the run go on where source ended?"""
     source = open_start(cfg, world)
+    if source is None and cfg.init_from == "resume":
+        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
+                         "or auto to resume only if there is one")
     resumed = source is not None and cfg.init_from in ("resume", "auto")
     theirs = with_model(cfg, source) if source else cfg  # or a line that says what is wrong there
     if source and not resumed:
@@ -212,7 +215,7 @@ def train(cfg):
             break
 
         # one optimizer step
-        if step == first_step:
+        if step == first_step and world.size > 1:
             fsdp.require_gradients(wrapped, model, batch, cfg, world)
         scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
         loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)

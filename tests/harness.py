@@ -68,10 +68,10 @@ def model_file(name):
 
 configurator.model_file = model_file  # now, before others import it from there
 
+import ranks  # noqa: E402
 import train  # noqa: E402
 from configurator import config_class, load_config, model_config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from ranks import StopSignal, run  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # commands
@@ -233,7 +233,8 @@ def forked(env, logs, models, function, args):
     configurator.HERE = models  # what the fixture `models` has set
     os.chdir(HERE)
     torch.set_num_threads(1)
-    run(function, *args)
+    ranks.PARENT = os.getppid()  # not that of the server, which imported it
+    ranks.run(function, *args)
 
 
 def on_ranks(world, cases, timeout=600):
@@ -357,7 +358,7 @@ def run_training(tmp, name, **overrides):
     finally:  # the process goes on: pytest's, or a rank with more cases
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        StopSignal.number = 0
+        ranks.StopSignal.number = 0
     return [r for r in read_metrics(out) if "loss" in r]
 
 

@@ -225,7 +225,7 @@ def test_checkpoint_has_nanogpts_layout(tmp):
     launch(1, arguments(tmp, out, max_iters=2, bias=False))
     ckpt = read_ckpt(out)
     theirs = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
-    assert ckpt.keys() == theirs | {"param_names", "run", "scaler"}
+    assert ckpt.keys() == theirs | {"param_names", "run", "scaler", "meta"}
     assert list(ckpt["model_args"])
     assert ckpt["iter_num"] == 2
     assert ckpt["config"]["n_layer"] == 3
@@ -382,11 +382,12 @@ class Background:
         monkeypatch.setattr(checkpoint.dcp, "async_save", self.async_save)
         monkeypatch.setattr(checkpoint.dist, "gather_object", self.gather_object)
 
-    def async_save(self, tensors, checkpoint_id, process_group):
-        os.makedirs(checkpoint_id, exist_ok=True)
+    def async_save(self, tensors, storage_writer, process_group):
+        path = storage_writer.path
+        os.makedirs(path, exist_ok=True)
         for name in (".metadata", "__0_0.distcp"):
-            with open(os.path.join(checkpoint_id, name), "w") as f:
-                f.write(f"{name} of {checkpoint_id}")
+            with open(os.path.join(path, name), "w") as f:
+                f.write(f"{name} of {path}")
         self.pending.append(concurrent.futures.Future())
         return self.pending[-1]
 
@@ -944,6 +945,19 @@ def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, ca
     assert len(optimizer.state) == 40 - anew
     model(*torch.ones(2, 1, 4, dtype=torch.long))[1].backward()
     optimizer.step()
+
+
+def test_checkpoint_that_is_pruned_while_it_is_opened_is_one_clear_line(sound, tmp_path):
+    """As when sample.py or the command reads beside a run that saves."""
+    out = tmp_path / "out"
+    shutil.copytree(sound["sharded"][0], out)
+    source = checkpoint.find(str(out), World())
+    shutil.rmtree(source.path)
+    line = f"{source.path} was removed or damaged while it was read, maybe by the run that saves"
+    with pytest.raises(SystemExit, match=line):
+        source.get("model.transformer.wte.weight")
+    with pytest.raises(SystemExit, match=line):
+        checkpoint.load(source, GPT(GPTConfig(**source.header["model_args"])), None, World())
 
 
 def case_not_finite(tmp, out, **overrides):

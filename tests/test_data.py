@@ -343,8 +343,9 @@ def test_prepare_takes_patterns_but_first_a_file_of_exactly_that_name(tmp_path):
 def test_prepare_data_set_takes_local_files_instead_of_the_hubs(tmp_path):
     pytest.importorskip("datasets")
     row = dict(instruction="Say", input="it", output="x" * 20)
-    write_jsonl(tmp_path / "a.jsonl", [row] * 2)
-    p = script("data/alpaca/prepare.py", tmp_path / "a.jsonl", f"--out={tmp_path}",
+    write_jsonl(tmp_path / "a[1].jsonl", [row] * 2)
+    write_jsonl(tmp_path / "a1.jsonl", [])  # what the first would name as a pattern
+    p = script("data/alpaca/prepare.py", tmp_path / "a[1].jsonl", f"--out={tmp_path}",
                "--tokenizer=bytes", **OFFLINE)
     assert p.returncode == 0, p.stderr
     tokens = tokens_of(tmp_path / "train.bin") + tokens_of(tmp_path / "val.bin")

@@ -26,6 +26,7 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import (
     HERE,
     Ranks,
@@ -128,6 +129,25 @@ def test_fault_a_signal_to_torchrun_reaches_the_ranks(tmp):
     text = finish(p)
     assert "stopped by a signal" in text, text
     assert read_ckpt(out)["iter_num"] == len(losses(out)), text
+
+
+CTRL_C = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+
+
+def test_fault_ctrl_c_while_importing_says_nothing(tmp_path):
+    (tmp_path / "torch.py").write_text(CTRL_C)
+    p = start(1, [os.path.join(HERE, "train.py")], tmp_path, PYTHONPATH=str(tmp_path))
+    assert (finish(p), p.returncode) == ("", -signal.SIGINT)  # a shell's 130
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fault_ctrl_c_before_the_loop_says_nothing(tmp, tmp_path, world):
+    (tmp_path / "c.py").write_text(CTRL_C)
+    p = start(world, [*command(tmp, tmp_path / "out"), tmp_path / "c.py"], tmp_path)
+    text = finish(p, 120)
+    assert "KeyboardInterrupt" not in text and 'train.py", line' not in text, text
+    if world == 1:  # torchrun has its own report, and ends with 1
+        assert (text, p.returncode) == ("", -signal.SIGINT)
 
 
 def case_signal_to_one_rank():
@@ -672,6 +692,22 @@ def test_fault_disk_full_at_one_rank_or_all(tmp, kind, limited_ranks):
     assert lines and "previous checkpoint is untouched" in lines[0], p.stderr
     assert len(set(lines)) == len(lines) == 1 and OURS not in p.stderr, p.stderr
     assert newest(out) == before == 2
+
+
+def dies_while_saving(argv):
+    def write_data(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1":
+        dcp.FileSystemWriter.write_data = write_data
+    train.main(argv)
+
+
+def test_fault_a_rank_that_dies_in_a_sharded_save_is_no_full_disk(tmp):
+    out = os.path.join(tmp, "dies-while-saving")
+    run = dict(checkpoint="sharded", max_iters=2, gradient_accumulation_steps=2)
+    p = Ranks(2, dies_while_saving, arguments(tmp, out, **run)).finish()
+    assert (p.returncode, p.stderr) == (signal.SIGKILL, ""), p.stderr
 
 
 def limited_at(ranks, bytes_, argv):

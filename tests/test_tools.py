@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import types
+from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from harness import (
     arguments,
     launch,
     make_data,
+    plain_gpt,
     python,
     read_metrics,
     script,
@@ -158,19 +160,45 @@ def test_tools_sample_from_everything(tmp, tmp_path):
     args = [f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=30", "--dtype=float32"]
     (tmp_path / "p.txt").write_text("import")
     runs = [python("sample.py", *args, "--start=-", stdin="import")]
+    os.rename(tmp_path / "bytes", tmp_path / "gone")  # the checkpoint knows its tokenizer
     for start in ("import", f"FILE:{tmp_path / 'p.txt'}"):
         runs.append(Ranks(1, sample.main, [*args, f"--start={start}"]).finish())
     assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs[0].stderr
     assert len({p.stdout for p in runs}) == 1
     assert len(runs[0].stdout) > len("import\n---------------\n")
     p = Ranks(1, sample.main, [f"--out_dir={tmp_path}"]).finish()
-    assert p.returncode == 1 and "no checkpoint" in p.stderr and "Traceback" not in p.stderr
+    assert p.returncode == 1 and p.stderr == (
+        f"init_from=resume: no model to sample from in out_dir={tmp_path}; pass a run's --out_dir, "
+        "or --init_from=gpt2\n")
+
+
+@pytest.mark.parametrize("vocab_size, meta, message", [
+    (67, {}, "ckpt.pt does not say which tokenizer it was trained with, nor"),
+    (128256, {"vocab_size": 128256}, "ckpt.pt does not say which tokenizer it was trained with,"),
+    (67, [1], "its meta is [1]"),
+    (67, {"chars": ["a", "b"]}, None), (257, {"vocab_size": 257, "tokenizer": "bytes"}, None)])
+def test_tools_sample_takes_no_tokenizer_that_it_does_not_know(
+        tmp_path, capsys, vocab_size, meta, message):
+    gpt = plain_gpt(vocab_size=vocab_size, n_embd=3)
+    ckpt = dict(model=gpt.state_dict(), model_args=asdict(gpt.config), iter_num=1, meta=meta,
+                best_val_loss=1.0, config={"dataset": "gone"})
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--start=a"]
+    if message is None:
+        sample.main(argv)
+        assert capsys.readouterr().out.startswith("a")
+    else:
+        with pytest.raises(SystemExit) as e:
+            sample.main(argv)
+        assert message in e.value.code and "\n" not in e.value.code
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--num_samples=0"], "at least 1"),
-    (["--temperature=-1"], "at least 0"),
-    (["--temperature=nan"], "at least 0"),
+    (["--num_samples=0"], "--num_samples=0: it must be at least 1"),
+    (["--temperature=-1"], "--temperature=-1.0: it must be at least 0"),
+    (["--temperature=nan"], "--temperature=nan: it must be at least 0"),
+    (["--seed=9223372036854775808"], "below 2**63"),
+    (["--use_cache=maybe"], "--use_cache=maybe"),
     (["--top_k=x"], "'x'"),
     (["--start=FILE:/nowhere"], "FILE:/nowhere"),
 ])
@@ -319,7 +347,7 @@ def test_tools_peak_flops_needs_the_exact_name(monkeypatch, name, peak):
     assert metrics.peak_flops(torch.device("cpu")) is None
 
 
-def test_tools_sample_leaves_cudnns_attention_out(tmp, monkeypatch):
+def test_tools_sample_leaves_cudnns_attention_out(tmp, tmp_path, monkeypatch):
     """It makes a plan for every length of the cache; flash is the first of the others. And each
     sample has random numbers of its own, autocast, and the tokenizer's real size."""
     seen, numbers = [], set()
@@ -331,7 +359,8 @@ def test_tools_sample_leaves_cudnns_attention_out(tmp, monkeypatch):
         return x
 
     out = os.path.join(tmp, "sampled-flash")
-    launch(1, arguments(tmp, out, max_iters=1, eval_interval=1))
+    make_data(str(tmp_path / "bytes"), vocab=256, tokenizer="bytes")
+    launch(1, arguments(tmp, out, max_iters=1, eval_interval=1, dataset=tmp_path / "bytes"))
     monkeypatch.setattr(sample, "generate", generate)
     monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda s: [1], str, 60))
     sample.main([f"--out_dir={out}", "--num_samples=2", "--dtype=bfloat16"])

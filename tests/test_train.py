@@ -473,11 +473,11 @@ def test_checkpoint_the_next_sharded_save_waits_for_the_last(tmp, tmp_path, monk
     saver.claim(cfg, None)
     saver.group, running, seen = "a process group", [], []
 
-    def async_save(tensors, checkpoint_id, process_group):
+    def async_save(tensors, storage_writer, process_group):
         seen.append(([future.done() for future in running], complete(tmp_path / "out")))
         running.append(Future())
-        os.makedirs(checkpoint_id, exist_ok=True)
-        open(os.path.join(checkpoint_id, ".metadata"), "w").close()
+        os.makedirs(storage_writer.path, exist_ok=True)
+        open(os.path.join(storage_writer.path, ".metadata"), "w").close()
         return running[-1]
 
     def gather_object(mine, every, group):
