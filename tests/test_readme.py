@@ -19,7 +19,7 @@ from glob import glob
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, Ranks, flags, launch, on_ranks, python, shell, values
+from harness import HERE, Ranks, flags, launch, of_ours, on_ranks, python, shell, values
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -39,10 +39,12 @@ def read(path):
 # README.md and docs/
 
 
+@of_ours
 def test_readme_has_at_most_200_lines():
     assert len(read("README.md").splitlines()) <= 200
 
 
+@of_ours
 def test_readme_tells_how_long_the_core_is():
     files = ("model.py", "train.py", "fsdp.py", "ranks.py")
     assert sum(len(read(file).splitlines()) for file in files) <= 960
@@ -144,6 +146,19 @@ def test_readme_commands_run(tmp_path):
             assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
 
 
+def test_readme_names_all_that_know_strategies_by_name():
+    recipe = re.search(r"- \*\*Another strategy\*\*.*?\n- ", read("README.md"), re.S)[0]
+    found = set()
+    for path in PRODUCT.values():
+        for function in nodes(path, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Compare) and ".strategy " in ast.unparse(node) + " ":
+                    found |= {function.name} if "'" in ast.unparse(node) else set()
+    assert len(found) >= 9
+    for name in found:
+        assert f"`{name}`" in recipe, name
+
+
 def test_readme_a_fork_may_delete_what_it_says(tmp_path):
     """In a copy: every test is still found, and one line says what is missing."""
     text = re.search(r"A fork can delete (.*?)\.\n", read("README.md"), re.S)[1]
@@ -158,8 +173,15 @@ def test_readme_a_fork_may_delete_what_it_says(tmp_path):
 
     p = run("-m", "pytest", "-q", "--collect-only")
     assert p.returncode == 0, p.stdout
-    p = run("-m", "pytest", "-q", "test_fsdp.py", "-k", "contract or single or recomputed")
-    assert p.returncode == 0 and "6 passed" in p.stdout, p.stdout
+    # and its own README, files and keys are its own affair
+    (copy / "README.md").write_text("# A fork\n" + 300 * "\n" + "A fork can delete `x.py`.\n")
+    (copy / "mine.py").write_text("import train  # noqa\n")
+    config = (copy / "configurator.py").read_text()
+    config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
+    (copy / "configurator.py").write_text(config)
+    p = run("-m", "pytest", "-q", "test_fsdp.py", "tests/test_readme.py", "tests/test_config.py",
+            "-k", "contract or recomputed or 200 or how_long or every_file or every_key_is_read")
+    assert p.returncode == 0 and "5 passed, 4 skipped" in p.stdout, p.stdout
     said = {"--init_from=gpt2": "init_from=gpt2 needs huggingface.py, which is not here\n",
             "--model=llama": "model='llama': gpt2 is model.py, any other NAME is NAME.py beside "
                              "it, with a Model and a ModelConfig\n"}
@@ -311,6 +333,7 @@ def test_house_imports_have_no_circle():
     graphlib.TopologicalSorter(IMPORTS).prepare()  # CycleError names the circle
 
 
+@of_ours
 def test_house_every_file_has_its_layer_and_imports_only_downwards():
     assert PRODUCT.keys() <= set().union(*LAYERS)  # a new file: say here where it belongs
     below = set()
@@ -320,6 +343,7 @@ def test_house_every_file_has_its_layer_and_imports_only_downwards():
             assert IMPORTS[name] <= below, f"{name} imports {IMPORTS[name] - below}"
 
 
+@of_ours
 def test_house_models_and_foundations_import_almost_nothing_of_the_project():
     assert IMPORTS["model"] == set()
     assert IMPORTS["ranks"] == set()
