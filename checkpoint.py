@@ -489,24 +489,31 @@ def checksum(path):
 # ---------- loading -----------------------------------------------------------
 
 
-def compare(source, cfg):
-    """SystemExit if this run's model is not the checkpoint's. Else lines, one or none, that name
-    other settings which differ, maybe on purpose."""
+def compare(source, cfg, resumed=True):
+    """SystemExit if this run's model is not the checkpoint's; one that starts from its weights has
+    its sizes, where it names none. Else lines that say what differs, maybe on purpose."""
     before = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}  # nanoGPT's
     before.update(source.header["model_args"])
     ours, keys = asdict(cfg), [f.name for f in fields(Config)]
     for key in ("model", "optimizer", *asdict(model_config(cfg))):
+        if not resumed and (key not in cfg.given or key == "optimizer"):
+            continue
         cropped = key == "block_size" and ours[key] < before.get(key, 0) and not source.sharded
         if ours[key] != before.get(key, ours[key]) and key != "dropout" and not cropped:
-            remedy = f"pass --{key}={before[key]}, or another out_dir"
-            if key == "vocab_size":
+            other = "out_dir" if resumed else "init_from"
+            remedy = f"pass --{key}={before[key]}, or another {other}"
+            if key == "vocab_size" and resumed:
                 remedy = "use the data set that it was trained on, or another out_dir"
             raise SystemExit(f"{key}={ours[key]} in this run, but {source.path} has {key}="
                              f"{before[key]}; {remedy}")
     keys = keys[keys.index("dataset"):keys.index("device")] + ["block_size", "dropout"]
     differ = [f"{key}={ours[key]!r} (was {before[key]!r})" for key in keys
               if key in ours.keys() & before and key != "max_iters" and ours[key] != before[key]]
-    return [f"this run differs from that of {source.path}: {', '.join(differ)}"] if differ else []
+    lines = [f"this run differs from that of {source.path}: {', '.join(differ)}"] if differ else []
+    if cfg.decay_lr and cfg.max_iters > cfg.lr_decay_iters:
+        lines.append(f"from step lr_decay_iters={cfg.lr_decay_iters} to max_iters={cfg.max_iters} "
+                     f"the learning rate is min_lr={cfg.min_lr}")
+    return lines if resumed else []
 
 
 def load(source, model, optimizer, world):

@@ -114,6 +114,8 @@ class Config:
     #   every micro-batch (least memory) or the last; auto: last for ddp, every when sharded
 
 
+Config.given = ()  # of a config from load_config: the keys that files and flags have set
+
 # ---------- the model's keys join those of Config -----------------------------
 
 
@@ -163,7 +165,8 @@ def load_config(argv):
         cls = config_class(given.get("model", cls.model))
         for key, value in given.items():
             values[key] = coerce(key, value, cls, arg)
-    return make_config(config_class(values.get("model", Config.model)), values)
+    cls = config_class(values.get("model", Config.model))
+    return make_config(type("RunConfig", (cls,), {"given": tuple(values)}), values)
 
 
 def make_config(cls, values):

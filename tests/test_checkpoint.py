@@ -42,7 +42,7 @@ import checkpoint
 import fsdp
 import sample
 import train
-from configurator import resolve, with_model
+from configurator import load_config, resolve, with_model
 from data.loader import Batches
 from huggingface import export, open_pretrained
 from model import GPT, GPTConfig
@@ -722,11 +722,13 @@ def test_run_resumed_otherwise_says_what_differs(tmp):
     launch(1, arguments(tmp, out, max_iters=2))
     run = dict(init_from="resume", log_interval=2, eval_interval=3, max_iters=3)
     p = launch(1, arguments(tmp, out, **run))
-    assert "differs" not in p.stdout
-    run.update(max_iters=4, seed=7, batch_size=3, beta2=0.9)
+    assert "differs" not in p.stdout and "lr_decay_iters" not in p.stdout
+    run.update(lr_decay_iters=3, max_iters=4, seed=7, batch_size=3, beta2=0.9)
     p = launch(1, arguments(tmp, out, **run))
     assert f"this run differs from that of {out}/ckpt.pt: " in p.stdout
-    assert ": batch_size=3 (was 2), seed=7 (was 1337), beta2=0.9 (was 0.95)\n" in p.stdout
+    assert ": batch_size=3 (was 2), seed=7 (was 1337), beta2=0.9 (was 0.95), " in p.stdout
+    assert ("from step lr_decay_iters=3 to max_iters=4 the learning rate is min_lr=0.0001\n"
+            in p.stdout)
 
 
 def test_run_resumed_with_another_vocabulary_names_a_remedy_that_works(tmp):
@@ -1137,7 +1139,7 @@ def test_huggingface_in_and_out(tmp, tmp_path):
     for logits in values(on_ranks(2, {"hf": (case_huggingface, kwargs)}), "hf"):
         assert (torch.tensor(logits) - expected).abs().max() < 1e-5
     out = tmp_path / "out"
-    launch(1, arguments(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20))
+    launch(1, arguments(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20, n_layer=2))
     p = python(os.path.join(HERE, "huggingface.py"), out, tmp_path / "back")
     assert p.returncode == 0, p.stderr
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
@@ -1200,6 +1202,24 @@ def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, me
     except (SystemExit, RuntimeError) as e:  # ranks.run makes a line of the overflow
         said = str(e)
     assert said == message if message is None else message in said and "\n" not in said
+
+
+@pytest.mark.parametrize("argv, message", [
+    ([], None), (["--n_layer=3", "--block_size=8", "--dropout=0.1"], None),
+    (["--n_layer=12"], "n_layer=12 in this run, but DIR has n_layer=3; pass --n_layer=3, or "),
+    (["--vocab_size=50304"], "vocab_size=50304 in this run, but DIR has vocab_size=67; pass --v"),
+    (["--block_size=32"], "block_size=32 in this run, but DIR has block_size=16; pass --block_"),
+    (["--model=llama"], "model=llama in this run, but DIR has model=gpt2; pass --model=gpt2,")])
+def test_huggingface_model_and_sizes_that_contradict_it_are_refused(sound, tmp_path, argv, message):
+    """If they are given, though they may be the defaults; what is not given is the directory's."""
+    pytest.importorskip("safetensors")
+    export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    cfg = resolve(load_config([*argv, f"--init_from={tmp_path}", "--device=cpu"]), World())
+    if message is None:
+        assert train.choose_start(cfg, World())[0].n_layer == 3
+    else:
+        with pytest.raises(SystemExit, match=re.escape(message.replace("DIR", str(tmp_path)))):
+            train.choose_start(cfg, World())
 
 
 def test_huggingface_out_without_biases_writes_zeros(tmp, tmp_path):
