@@ -33,13 +33,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 import float8
 from configurator import Config, model_config
 from data.loader import data_dir, read_meta
 from fsdp import broadcast_full, gather_full, reshard, tied_names
-from optimizer import local
-from ranks import PATIENCE, World, from_rank0, mean, patient_group, print0, run
+from optimizer import local, make_state
+from ranks import PATIENCE, World, from_rank0, mean, patient_group, peer_left, print0, run
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
 # other programs' masks and angles, which are no parameters
@@ -138,6 +139,7 @@ class Saver:
         header = make_header(model, optimizer, scaler, self.cfg)
         header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss)
         tensors = flat_state(model, optimizer)
+        require_portable(model, optimizer, self.world)
         if not finite(tensors, self.world):
             raise SystemExit(f"weights or optimizer state are not finite after step {iter_num} and "
                              "are not saved: try a lower learning_rate, or grad_clip=1.0; the last "
@@ -151,7 +153,9 @@ class Saver:
         written = None
         with writing(path):
             if self.group:
-                written = dcp.async_save(tensors, checkpoint_id=path, process_group=self.group)
+                # given a writer, its thread touches no GPU; PyTorch's own would all use number 0
+                written = dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(path),
+                                         process_group=self.group)
             else:  # without a process group PyTorch saves in the foreground only
                 dcp.save(tensors, checkpoint_id=path, no_dist=True)
         self.saving = self.background.submit(self.complete, path, header, written)
@@ -202,6 +206,28 @@ def flat_state(model, optimizer=None):
         state = optimizer.state.get(p, {}) if optimizer else {}
         tensors.update({f"{key}.{name}": value for key, value in state.items()})
     return tensors
+
+
+def require_portable(model, optimizer, world):
+    """SystemExit for optimizer state that another world size could not go on with (collective)."""
+    wrong, sums = [], {}
+    for name, p in model.named_parameters():
+        for kind, t in optimizer.state.get(p, {}).items():
+            key = f"{kind} of {name}"
+            if isinstance(t, DTensor):
+                wrong += [key] * (t.placements != p.placements)
+            elif isinstance(t, torch.Tensor):
+                sums[key] = t.sum(dtype=torch.float64).item()
+            else:
+                wrong.append(key)
+    if world.size > 1:  # what every rank has whole must be the same
+        ends = torch.tensor([[x, -x] for x in sums.values()], dtype=torch.float64)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        wrong += [key for key, (high, low) in zip(sums, ends.tolist()) if high > -low]
+    if wrong:
+        raise SystemExit(f"optimizer state {wrong[0]} cannot be saved: it is neither a DTensor "
+                         "placed as the parameter nor a plain tensor that is the same on all ranks "
+                         "(see the header of optimizer.py)")
 
 
 def finite(tensors, world):
@@ -277,10 +303,10 @@ def writing(path):
         yield
     # torch.save raises RuntimeError on a full disk; CheckpointException is no Exception
     except (OSError, RuntimeError, CheckpointException) as e:
-        if isinstance(e, torch.OutOfMemoryError):
-            raise  # a RuntimeError too; ranks.run knows what to say
         if isinstance(e, CheckpointException):
             e, _ = next(iter(e.failures.values()))  # the first rank's
+        if isinstance(e, torch.OutOfMemoryError) or peer_left(e):
+            raise e  # RuntimeErrors too; ranks.run knows what to say
         raise SystemExit(f"cannot write {path}: {first_line(e)}; the previous checkpoint is "
                          "untouched. Make room, or pass another directory (out_dir)")
 
@@ -365,7 +391,8 @@ def open_full(path):
     for i, state in ckpt.get("optimizer", {"state": {}})["state"].items():
         flat.update({f"{key}.{names[i]}": tensor for key, tensor in state.items()})
     for key, t in flat.items():
-        if not t.is_floating_point() or t.layout != torch.strided:
+        odd = key.startswith("model.") and not t.is_floating_point()
+        if odd or t.layout != torch.strided:
             raise ValueError(f"{key} is no dense tensor of floats, but {t.dtype}, {t.layout}")
     header = {key: value for key, value in ckpt.items() if key not in ("model", "optimizer")}
     return make_source(path, header, {key: t.shape for key, t in flat.items()}, flat.__getitem__)
@@ -519,29 +546,23 @@ def compare(source, cfg, resumed=True):
 def load(source, model, optimizer, world):
     """Weights, and the optimizer's state of what trains, as they are sharded now (collective)."""
     shapes, params = source.header["shapes"], dict(model.named_parameters())
-    tied = {name for group in tied_names(model) for name in group}
-    for key in {f"model.{name}": None for name in params} | shapes:
-        kind, _, name = key.partition(".")
-        p, shape = params.get(name), shapes.get(key)
-        if p is None and name in tied:  # under its other name
-            continue
-        if p is None:
+    known = {name for group in tied_names(model) for name in group} | params.keys()
+    for key in shapes:
+        if key.partition(".")[2] not in known:
             raise SystemExit(f"{source.path}: {key} is none of this model's parameters; it belongs "
                              "to another model")
-        # a position table may have more rows than this run's shorter context uses
-        fits = shape and shape[1:] == p.shape[1:] and shape[0] >= p.shape[0]
-        if not fits and (kind == "model" or shape != ()):
-            raise SystemExit(f"{source.path}: {key} is missing or has shape {shape}, not "
-                             f"{tuple(p.shape)}; it belongs to another model")
-        if kind != "model" and optimizer and p.requires_grad:
-            # a number, such as Adam's step, stands where a fused optimizer keeps it
-            empty = torch.zeros_like(p) if shape else torch.zeros((), device=p.device)
-            optimizer.state[p][kind] = empty
-    anew = drop_incomplete_state(optimizer) if optimizer else 0
+    anew = take_state(optimizer, params, shapes) if optimizer else 0
     if anew and source.header["iter_num"]:
         print0(world, f"{source.path} lacks optimizer state of {anew} parameters that train now; "
                       "theirs starts anew")
     tensors = flat_state(model, optimizer)
+    for key, t in tensors.items():
+        shape, ours = shapes.get(key), tuple(t.shape)
+        # a position table may have more rows than this run's shorter context uses
+        longer = shape and ours and shape[1:] == ours[1:] and shape[0] > ours[0]
+        if shape != ours and not longer:
+            raise SystemExit(f"{source.path}: {key} is missing or has shape {shape}, not {ours}; "
+                             "it belongs to another model")
     if source.sharded:
         read_sharded(source.path, tensors, patient_group() if dist.is_initialized() else None)
     else:
@@ -555,17 +576,16 @@ def load(source, model, optimizer, world):
                          "another one")
 
 
-def drop_incomplete_state(optimizer):
-    """Keep the state of parameters that have all that others of their group have. Returns for how
-    many there is none."""
-    dropped = 0
-    for group in optimizer.param_groups:
-        kinds = set().union(*(optimizer.state.get(p, ()) for p in group["params"]))
-        for p in group["params"]:
-            if not kinds or optimizer.state.get(p, {}).keys() != kinds:
-                optimizer.state.pop(p, None)
-                dropped += 1
-    return dropped
+def take_state(optimizer, params, shapes):
+    """Let the optimizer make its state, in its shapes, of the parameters whose state `shapes` has
+    whole. Returns how many of those that train it lacks."""
+    make_state(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    anew = [p for name, p in params.items() if p.requires_grad
+            and not shapes.keys() >= {f"{kind}.{name}" for kind in optimizer.state[p]}]
+    for p in anew:
+        del optimizer.state[p]
+    return len(anew)
 
 
 # ---------- the command -------------------------------------------------------

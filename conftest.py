@@ -20,6 +20,13 @@ def models(tmp_path, monkeypatch):
     return tmp_path
 
 
+def pytest_addoption(parser):
+    parser.addoption("--model", action="append", help="for tests/test_contract.py: a model file's "
+                     "name, as train.py takes it; again for another")
+    parser.addoption("--keys", action="append", help="for tests/test_contract.py: small values of "
+                     "the file's own keys, e.g. --keys=n_inner=50")
+
+
 @pytest.fixture(scope="session")
 def tmp(tmp_path_factory):
     """A directory for all tests of a session; its data set `toy` has 67 symbols and a pattern."""

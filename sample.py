@@ -7,6 +7,7 @@ Sample text from a trained model.
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=-   # from standard input
 """
 
+import inspect
 import math
 import os
 import sys
@@ -52,6 +53,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size
     Under FSDP every rank must call it, with the same idx and seed: each forward gathers weights.
     """
     limit = model.config.block_size
+    use_cache = use_cache and "cache" in inspect.signature(model.forward).parameters
     context, cache = idx[:, -limit:], None
     for _ in range(max_new_tokens):
         if context.size(1) > limit:
@@ -61,7 +63,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size
             cache = [KVCache() for _ in model.blocks]
         elif use_cache:
             new = context[:, -1:]
-        logits, _ = model(new, cache=cache)
+        logits, _ = model(new, cache=cache) if use_cache else model(new)
         token = draw(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
         context = torch.cat((context, token), dim=1)

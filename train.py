@@ -11,12 +11,17 @@ Config files are Python assignments; files and --key=value flags apply left to r
 
 import math
 import os
+import signal
 import sys
 from dataclasses import replace
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop, Ctrl-C ends this at once
 
 import torch
 
 import checkpoint
+import float8
 import fsdp
 from configurator import help_text, load_config, model_config, model_file, resolve, with_model
 from data.loader import Batches, data_dir, read_meta
@@ -49,6 +54,7 @@ def build(cfg, world, source=None):
     else:
         for name, p in model.named_parameters():
             fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
+    float8.scale_each_step(model, optimizer, cfg)
     return wrapped, model, optimizer
 
 
@@ -118,7 +124,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, world)
     scaler.step(optimizer)  # float16: skipped, on all ranks alike, if a gradient overflowed
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # DDP's are views of its buckets
     return total, norm, batch
 
 
@@ -173,7 +179,7 @@ def train(cfg):
         saver.claim(cfg, source if resumed else None)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg)))
+    log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg), world))
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -207,6 +213,8 @@ def train(cfg):
             break
 
         # one optimizer step
+        if step == first_step:
+            fsdp.require_gradients(wrapped, model, batch, cfg, world)
         scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
         loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
         if saver:

@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from dataclasses import asdict
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from harness import (
     plain_gpt,
     python,
     read_metrics,
+    script,
     tiny,
     trained,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import fsdp
@@ -63,7 +66,7 @@ def test_tools_flops_are_the_formula_and_frozen_parameters_spare_theirs(
         tmp, freeze, frozen, unreached):
     model = train.meta_model(tiny(tmp, bias=False))
     fsdp.freeze(model, freeze)
-    assert metrics.flops_per_token(model) == plain_flops(frozen, unreached)
+    assert metrics.flops_per_token(model, World()) == plain_flops(frozen, unreached)
 
 
 def test_tools_flops_of_what_backward_never_reaches(tmp):
@@ -71,7 +74,7 @@ def test_tools_flops_of_what_backward_never_reaches(tmp):
     model = train.meta_model(tiny(tmp, bias=False, model="test_fsdp"))
     fsdp.freeze(model, r"wte|wpe|h\.[01]\.")
     # block 2's first product needs no gradient of its input: its LayerNorm trains, so it does
-    assert metrics.flops_per_token(model) == plain_flops(frozen=2, unreached=2)
+    assert metrics.flops_per_token(model, World()) == plain_flops(frozen=2, unreached=2)
 
 
 def test_tools_bench(tmp, tmp_path):
@@ -111,15 +114,22 @@ def test_tools_bench(tmp, tmp_path):
     assert "c10d::_reduce_scatter_base_" in p.stdout and "c10d::allreduce_" in p.stdout
 
 
-def test_tools_bench_measures_the_machine():
-    """The measured matmul rate is that of real products: within what any machine can do."""
-    rate = bench.matmul_rate(torch.device("cpu"), torch.float32)
-    assert 1e8 < rate < 1e14
+def test_tools_bench_measures_the_machine(monkeypatch):
+    """The rate of its products is what PyTorch counts of them, on a machine of 1 GFLOP/s."""
+    def timer(statement, num_threads, globals):
+        with FlopCounterMode(display=False) as counter:
+            eval(statement, globals)
+        measured = types.SimpleNamespace(median=counter.get_total_flops() / 1e9)
+        return types.SimpleNamespace(blocked_autorange=lambda min_run_time: measured)
+
+    monkeypatch.setattr(bench, "Timer", timer)
+    assert bench.matmul_rate(torch.device("cpu"), torch.float32) == pytest.approx(1e9)
 
 
 @pytest.mark.parametrize("argv, message", [
     (["--steps=0"], "--steps=0"),
     (["--steps=x"], "'x'"),
+    (["--stepz=3"], "did you mean steps?"),
     (["--variants=strategy=dpp"], "strategy='dpp'"),
     (["--strategies=ddp"], "needs torchrun"),
     ([f"--profile={__file__}"], "cannot write"),
@@ -133,7 +143,7 @@ def test_tools_bench_bad_input_is_one_clear_line(tmp, tmp_path, capsys, monkeypa
 
 
 def test_tools_bench_help_and_exit_code():
-    p = python("bench.py", "--help")
+    p = script("bench.py", "--help")
     assert p.returncode == 0 and "bench.py config/quickstart.py --steps=3 --profile" in p.stdout
     p = Ranks(1, bench_main, "--steps=0").finish()
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and "--steps=0" in p.stderr
@@ -225,6 +235,11 @@ def test_tools_log_line_and_metrics(tmp):
         backend="auto", wandb_log=False, weight_decay=0.0, beta1=0.8, beta2=0.9, decay_lr=False))
     assert re.search(r"^iter 0: loss \d\.\d{4}, time \d+\.\d\dms, mfu n/a, [\d,]+ tok/s, "
                      r"norm \d+\.\d\d, mem \d\.\d\dGiB, \d+\.\dm left$", p.stdout, re.M), p.stdout
+    assert "tokens a step, epoch = 14 steps\n" in p.stdout  # 337 windows, 24 a step
+    row = read_metrics(out)[0]
+    line = f"step 0: train loss {row['train_loss']:.4f}, val loss {row['val_loss']:.4f}\n"
+    assert line in p.stdout and row["train_loss"] != row["val_loss"]
+    assert row["val_perplexity"] == pytest.approx(math.exp(row["val_loss"]))
     row = [r for r in read_metrics(out) if "loss" in r][0]
     assert {"iter", "loss", "perplexity", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
             "peak_memory", "wall_s"} <= row.keys()
@@ -260,6 +275,10 @@ def test_tools_tensorboard(tmp):
     for event, (step, loss) in zip(events.Scalars("loss"), logged, strict=True):
         assert event.step == step and event.value == pytest.approx(loss)
     assert "val_loss" in events.Tags()["scalars"] and "mfu" not in events.Tags()["scalars"]
+    for step, purged in ((0, None), (2, 2)):  # a resumed run logs the later steps again
+        with patch("torch.utils.tensorboard.SummaryWriter") as writer:
+            metrics.tensorboard(tiny(tmp, out_dir=out), "the-id", step)
+        writer.assert_called_once_with(out, purge_step=purged)
 
 
 def test_tools_wandb(tmp, tmp_path, monkeypatch):
@@ -329,17 +348,20 @@ def test_tools_peak_flops_needs_the_exact_name(monkeypatch, name, peak):
 
 
 def test_tools_sample_leaves_cudnns_attention_out(tmp, tmp_path, monkeypatch):
-    """It makes a plan for every length of the cache; flash is the first of the others."""
-    seen = []
+    """It makes a plan for every length of the cache; flash is the first of the others. And each
+    sample has random numbers of its own, autocast, and the tokenizer's real size."""
+    seen, numbers = [], set()
 
-    def generate(model, x, *args):
-        seen.append((torch.backends.cuda.cudnn_sdp_enabled(),
-                     torch.backends.cuda.flash_sdp_enabled()))
+    def generate(model, x, n, temperature, top_k, vocab_size, generator):
+        numbers.add(torch.rand(1, generator=generator).item())
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), vocab_size,
+                     torch.backends.cuda.flash_sdp_enabled(), torch.is_autocast_enabled("cpu")))
         return x
 
     out = os.path.join(tmp, "sampled-flash")
     make_data(str(tmp_path / "bytes"), vocab=256, tokenizer="bytes")
     launch(1, arguments(tmp, out, max_iters=1, eval_interval=1, dataset=tmp_path / "bytes"))
     monkeypatch.setattr(sample, "generate", generate)
-    sample.main([f"--out_dir={out}", "--num_samples=1", "--dtype=float32"])
-    assert seen == [(False, True)]
+    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda s: [1], str, 60))
+    sample.main([f"--out_dir={out}", "--num_samples=2", "--dtype=bfloat16"])
+    assert seen == [(False, 60, True, True)] * 2 and len(numbers) == 2
