@@ -599,9 +599,10 @@ def main(argv):
     source = open_newest(argv[1])
     if not source.sharded:
         return print(f"{source.path} is a full checkpoint already")
+    saver = Saver(argv[1], World())  # a run there would write, or move the directory away
     path = os.path.join(argv[1], "ckpt.pt")
     flat = {key: source.get(key) for key in source.header.pop("shapes")}
-    write_ckpt(path, flat, source.header)
+    saver.from_rank0(write_ckpt, path, flat, source.header)
     print(f"{source.path} -> {path}")
 
 

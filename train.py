@@ -179,6 +179,7 @@ def train(cfg):
         saver.claim(cfg, source if resumed else None)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
+    del source  # with it goes the map of its file, which may be on disk for that alone
     log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg), world))
     stop = StopSignal(world)
 

@@ -31,6 +31,7 @@ from harness import (
     read_ckpt,
     read_metrics,
     resident,
+    run_training,
     script,
     tiny,
     trained,
@@ -332,6 +333,36 @@ def test_checkpoint_command_without_a_sharded_one_is_one_clear_line(tmp, tmp_pat
     assert "is a full checkpoint already" in make_full(tmp_path)
 
 
+def test_checkpoint_command_leaves_a_running_run_alone(sound, tmp_path, monkeypatch):
+    out = str(tmp_path / "out")
+    shutil.copytree(sound["sharded"][0], out)
+    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: None)
+    run = checkpoint.Saver(out, World())
+    with pytest.raises(SystemExit, match="is in use by process"):
+        checkpoint.main(["full", out])
+    run.file.close()
+    checkpoint.main(["full", out])
+    assert read_ckpt(out)["iter_num"] == 4
+
+
+def test_checkpoint_that_a_run_starts_from_is_not_mapped_while_it_trains(tmp, monkeypatch):
+    """Its disk space is free once the next one has its name."""
+    out, mapped = os.path.join(tmp, "mapped"), []
+    launch(1, arguments(tmp, out, max_iters=1))
+
+    def looking(function):
+        def look(*args):
+            with open("/proc/self/maps") as f:
+                mapped.append(f"{out}/ckpt.pt" in f.read())
+            return function(*args)
+        return look
+
+    for name in ("build", "Log"):
+        monkeypatch.setattr(train, name, looking(getattr(train, name)))
+    run_training(tmp, "mapped", init_from="resume", max_iters=2)
+    assert mapped == [True, False]
+
+
 # -----------------------------------------------------------------------------
 # complete or not there
 
@@ -397,9 +428,9 @@ class Background:
 
 @pytest.fixture
 def sharded(tmp, tmp_path, monkeypatch):
-    """(saver, Background, the model's arguments of a save) in tmp_path / "out"."""
+    """(saver, Background, the model's arguments of a save) in tmp_path / "out[1]"."""
     world, cfg, _, model, optimizer = built(tmp, checkpoint="sharded")
-    saver = checkpoint.Saver(str(tmp_path / "out"), world)
+    saver = checkpoint.Saver(str(tmp_path / "out[1]"), world)
     saver.claim(cfg, None)
     return saver, Background(monkeypatch, saver), (model, optimizer)
 
@@ -413,7 +444,7 @@ def ended(saver):
 
 def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp_path):
     saver, background, state = sharded
-    out = tmp_path / "out"
+    out = tmp_path / "out[1]"
     old_layout, half = out / "step-000000000", out / "step-000000005"
     for path, name in ((old_layout, "header.pt"), (half, ".metadata")):
         path.mkdir()
@@ -445,13 +476,17 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
 
 def test_checkpoint_keeps_as_many_as_it_is_told(sharded, tmp_path):
     saver, background, state = sharded
+    other = tmp_path / "out1" / "step-000000000"  # what out[1] would name as a pattern
+    other.mkdir(parents=True)
+    (other / "header.json").touch()
     for keep, kept in ((1, [3]), (3, [1, 2, 3])):
         saver.cfg = replace(saver.cfg, keep_checkpoints=keep)
         for step in (1, 2, 3):
             save(saver, *state, step)
             background.pending[-1].set_result(None)
             saver.finish(wait=True)
-        assert complete(tmp_path / "out") == [f"step-{step:09d}" for step in kept]
+        assert complete(tmp_path / "out[1]") == [f"step-{step:09d}" for step in kept]
+    assert os.listdir(other) == ["header.json"]
 
 
 def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, monkeypatch):
@@ -466,7 +501,7 @@ def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, 
     background.pending[-1].set_result(None)
     with pytest.raises(SystemExit, match="not the same directory on all nodes: .* lacks __1_0.dis"):
         ended(saver)
-    assert complete(tmp_path / "out") == []
+    assert complete(tmp_path / "out[1]") == []
 
 
 def test_checkpoint_of_the_previous_sharded_layout_is_one_clear_line(tmp, tmp_path):
