@@ -232,10 +232,10 @@ def require_portable(model, optimizer, world):
 
 def finite(tensors, world):
     """Is no number NaN or infinite? (collective: each rank looks at its rows)"""
-    rows = [local(t) for t in tensors.values()]
+    rows = [local(t) for t in tensors.values() if t.is_floating_point()]
     # aminmax passes NaN on, and needs no memory; a rank may have no rows
-    ends = [end for t in rows if t.numel() for end in t.aminmax()]
-    return everywhere(all(end.isfinite() for end in ends), world)
+    good = all(end.isfinite() for t in rows if t.numel() for end in t.aminmax())
+    return mean(torch.tensor(float(good)), world, patient=True) == 1
 
 
 def make_header(model, optimizer, scaler, cfg):
@@ -407,10 +407,9 @@ def open_sharded(path):
     if text != sealed(header):
         raise ValueError(f"its {HEADER} is damaged")
     metadata = MetadataReader(path).read_metadata()
-    if {s.relative_path for s in metadata.storage_data.values()} - header["files"].keys():
-        raise ValueError(f"its .metadata names a file that {HEADER} does not list")
-    if any(map(os.path.dirname, header["files"])):
-        raise ValueError(f"its {HEADER} lists a file that is not beside it")
+    strange = {s.relative_path for s in metadata.storage_data.values()} - header["files"].keys()
+    if strange or any(map(os.path.dirname, header["files"])):
+        raise ValueError(f"its .metadata names a file that is not beside it, or not in {HEADER}")
     entries = metadata.state_dict_metadata
 
     def get(key):
@@ -496,11 +495,6 @@ def intact(source, world):
             torch.load(source.path, map_location="meta", weights_only=True)  # the zip's directory
     except Exception:  # no such file, or not a zip any more
         good = False
-    return everywhere(good, world)
-
-
-def everywhere(good, world):
-    """Is it so on all ranks? (collective)"""
     return mean(torch.tensor(float(good)), world, patient=True) == 1
 
 
@@ -527,8 +521,7 @@ def compare(source, cfg, resumed=True):
             continue
         cropped = key == "block_size" and ours[key] < before.get(key, 0) and not source.sharded
         if ours[key] != before.get(key, ours[key]) and key != "dropout" and not cropped:
-            other = "out_dir" if resumed else "init_from"
-            remedy = f"pass --{key}={before[key]}, or another {other}"
+            remedy = f"pass --{key}={before[key]}, or another out_dir or init_from"
             if key == "vocab_size" and resumed:
                 remedy = "use the data set that it was trained on, or another out_dir"
             raise SystemExit(f"{key}={ours[key]} in this run, but {source.path} has {key}="

@@ -1055,7 +1055,7 @@ def attack_by_path(metadata, trap):
     next(iter(metadata.storage_data.values())).relative_path = "../x"
 
 
-RUNS, READS = "it wants to run", "its .metadata names a file that header.json does not list"
+RUNS, READS = "it wants to run", "its .metadata names a file that is not beside it, or not in"
 
 
 @pytest.mark.parametrize("attack, message", [
@@ -1097,7 +1097,7 @@ def test_security_a_file_elsewhere_is_not_read(sound, tmp_path, name):
     header["files"][name] = 0
     del header["checksum"]
     (step / "header.json").write_text(checkpoint.sealed(header))
-    with pytest.raises(ValueError, match="lists a file that is not beside it"):
+    with pytest.raises(ValueError, match="names a file that is not beside it"):
         checkpoint.open_sharded(str(step))
 
 
