@@ -18,12 +18,13 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
 STRATEGIES = ("single", "ddp") + SHARDED
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -41,6 +42,10 @@ PLAIN = {
     float: (float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"),
     bool: (bool, lambda b: True, "True or False"),
     str: (str, lambda s: True, "a string"),
+}
+SIGNED = {  # a model's keys: its __post_init__ knows what they may be
+    **PLAIN, int: (int, lambda n: True, "a whole number"),
+    float: (float, math.isfinite, "a finite number"),
 }
 
 
@@ -119,21 +124,35 @@ class Config:
 
 def model_file(name):
     """The module that --model names; its Model and ModelConfig are the model."""
+    file = "model" if name == "gpt2" else str(name)
+    # nothing else is imported: that would run it, and a checkpoint may name anything
+    if not file.isidentifier() or not os.path.exists(os.path.join(HERE, f"{file}.py")):
+        raise SystemExit(f"model={name!r}: gpt2 is model.py, any other NAME is NAME.py beside it, "
+                         "with a Model and a ModelConfig")
     try:
-        module = importlib.import_module("model" if name == "gpt2" else name)
-    except (ImportError, TypeError, ValueError) as e:
-        raise SystemExit(f"model={name!r}: {e}; gpt2 is model.py, any other NAME is NAME.py, with "
-                         "a Model and a ModelConfig")
+        module = importlib.import_module(file)
+    except ImportError as e:
+        raise SystemExit(f"model={name!r}: {e}")
     if not hasattr(module, "Model") or not hasattr(module, "ModelConfig"):
-        raise SystemExit(f"model={name!r}: {name}.py has no Model or no ModelConfig; see model.py")
+        raise SystemExit(f"model={name!r}: {file}.py has no Model or no ModelConfig; see model.py")
     return module
 
 
 @functools.cache
 def config_class(model):
-    """Config's keys and the model's in one dataclass."""
-    bases = (Config, model_file(model).ModelConfig)
-    return make_dataclass("RunConfig", [("model", str, model)], bases=bases)
+    """Config's keys and the model's in one dataclass; SystemExit for a key that cannot be one."""
+    cls = model_file(model).ModelConfig
+    if not is_dataclass(cls):
+        raise SystemExit(f"model={model!r}: its ModelConfig must be a @dataclass")
+    for f in fields(cls):
+        named = get_origin(f.type) is Literal and {str} == {*map(type, get_args(f.type))}
+        if f.name in Config.__dataclass_fields__:
+            raise SystemExit(f"model={model!r}: every run has a key {f.name}; rename ModelConfig's")
+        if f.default is MISSING or not (f.type in PLAIN or named):
+            raise SystemExit(f"model={model!r}: ModelConfig.{f.name}, a {f.type!r}, must be an int,"
+                             " float, bool, str or Literal of strings, with a default (and the "
+                             "file without from __future__ import annotations)")
+    return make_dataclass("RunConfig", [("model", str, model)], bases=(Config, cls))
 
 
 def model_config(cfg):
@@ -149,7 +168,7 @@ def load_config(argv, flags=()):
     """Config files and --key=value flags, applied left to right over the defaults. flags: names
     that the command takes itself, which a mistyped one may have meant."""
     values = {}
-    for arg in argv:
+    for i, arg in enumerate(argv):
         cls = config_class(values.get("model", Config.model))
         if not arg.startswith("--"):
             given = run_file(arg, {**{f.name: f.default for f in fields(cls)}, **values})
@@ -159,6 +178,9 @@ def load_config(argv, flags=()):
             raise SystemExit(f"{arg}: write it as {arg}=value")
         cls = config_class(given.get("model", cls.model))
         for key, value in given.items():
+            late = any(other.startswith("--model=") for other in argv[i + 1:])
+            if late and key not in cls.__dataclass_fields__:
+                raise SystemExit(f"{arg}: model={cls.model} has no key {key}; --model comes first")
             values[key] = coerce(key, value, cls, arg, flags)
     return make_config(config_class(values.get("model", Config.model)), values)
 
@@ -173,12 +195,14 @@ def make_config(cls, values):
         raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
 
 
-def with_model(cfg, header):
-    """cfg with the model of a checkpoint's header, and its sizes; dropout stays this run's."""
-    cls = config_class(header["config"].get("model", "gpt2"))
-    ours = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    sizes = {key: value for key, value in header["model_args"].items() if key != "dropout"}
-    return make_config(cls, {**ours, **sizes, "model": cls.model})
+def with_model(cfg, source):
+    """cfg with the model of a checkpoint, and its sizes; dropout stays this run's."""
+    cls = config_class(source.header["config"].get("model", "gpt2"))
+    values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    for key, value in source.header["model_args"].items():
+        if key != "dropout":
+            values[key] = coerce(key, value, cls, source.path)
+    return make_config(cls, {**values, "model": cls.model})
 
 
 def run_file(path, before):
@@ -207,7 +231,7 @@ def coerce(key, value, cls, where, flags=()):
         near = difflib.get_close_matches(key, [*flags, *types], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint}")
-    kind, test, words = rule(types[key])
+    kind, test, words = rule(types[key], PLAIN if key in Config.__dataclass_fields__ else SIGNED)
     if where.startswith("--") and kind is not str:  # a flag's text
         try:
             value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
@@ -222,12 +246,12 @@ def coerce(key, value, cls, where, flags=()):
     return value
 
 
-def rule(declared):
+def rule(declared, plain):
     """(Python type, test, what an error says) of a key's declared type."""
     if get_origin(declared) is Literal:
         choices = get_args(declared)
         return str, choices.__contains__, f"one of {', '.join(map(repr, choices))}"
-    return get_args(declared) or PLAIN[declared]
+    return get_args(declared) or plain[declared]
 
 
 def help_text(usage, model="gpt2"):
@@ -237,9 +261,9 @@ def help_text(usage, model="gpt2"):
         return f"  --{key}={default}" + (f"\n        {comment}" if comment else "")
 
     text = usage.strip()
-    for cls in (Config, model_file(model).ModelConfig):
-        body = inspect.getsource(cls).partition(":\n")[2].partition("\n\n")[0]
-        body = body.replace("    #   ", " " * 8).replace("    # --- ", "\n")
+    for cls in (Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])):
+        keys = re.findall(r"^    (?:\w+: .+ = .+|# --- .*|#   .*)$", inspect.getsource(cls), re.M)
+        body = "\n".join(keys).replace("    #   ", " " * 8).replace("    # --- ", "\n")
         text += "\n" + re.sub(r"^    (\w+): .+? = (\S+)(?:  # (.*))?$", line, body, flags=re.M)
     return text
 

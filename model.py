@@ -5,17 +5,19 @@ The GPT, and nothing about parallelism: GPT-2's architecture in plain PyTorch, w
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))   # PyTorch's values, not yet GPT-2's
     logits, loss = model(idx, targets)
 
-This is also the pattern of a model file (`--model=NAME` takes NAME.py). It defines ModelConfig, a
-dataclass whose fields become keys of the run (block_size, vocab_size and n_layer among them), and
-Model, an nn.Module with
+This is also the pattern of a model file (`--model=NAME` takes NAME.py), and `python -m pytest
+tests/test_contract.py --model=NAME` checks yours. It defines ModelConfig, a dataclass whose fields
+become keys of the run (block_size, vocab_size and n_layer among them), and Model, an nn.Module with
     config                           its ModelConfig
     blocks                           the repeated layers in forward order: FSDP's units
-    forward(idx, targets, cache)     -> (logits, loss); cache is only for sample.py
+    forward(idx, targets, cache)     -> (logits, loss); cache, optional, is only for sample.py
     initial_value(name, shape, seed) -> the whole starting value of a parameter
     head_loss(x, targets)            as GPT's, with its attribute loss_chunks (both optional)
+    matrices()                       -> parameters for Muon; if absent the blocks' 2-D ones
 Parameters are registered in the order in which forward uses them; there are no buffers, which
-nobody would shard or fill. train.py builds the model on the meta device (names and shapes, no
-memory), shards it, and only then fills it with initial_value.
+nobody would shard or fill. Every batch gives every parameter that trains a gradient, as all ranks
+reduce the same ones: where an expert has no tokens, add 0 * its output. train.py builds the model
+on the meta device (names and shapes, no memory), shards it, and then fills it with initial_value.
 
 Sizes: B sequences of T tokens, C = n_embd, nh heads of hs = C / nh, V = vocab_size.
 Architecture: Radford et al. 2019 (GPT-2): pre-LayerNorm, learned positions, GELU, tied head.
@@ -120,8 +122,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """
-        idx (B, T) token ids -> (logits, loss). With targets (B, T; -1 is ignored): logits (B, T, V)
-        and the mean cross-entropy in fp32. Without: of the last position only, (B, 1, V), and None.
+        idx (B, T) token ids -> (logits, loss). With targets (B, T; -1 is ignored): logits, detached
+        (B, T, V), and the mean cross-entropy in fp32. Without: of the last position only, and None.
         cache: one sample.KVCache per block; idx then continues what the cache holds.
         """
         past = 0 if cache is None else cache[0].length
@@ -147,7 +149,8 @@ class GPT(nn.Module):
         """
         if not self.loss_chunks:
             logits = self.lm_head(x)
-            return logits, cross_entropy(logits, targets)
+            # detached, or a compiled backward would add up a gradient of zeros for them
+            return logits.detach(), cross_entropy(logits, targets)
 
         def sum_loss(x, targets):
             return cross_entropy(self.lm_head(x), targets, reduction="sum")
@@ -185,7 +188,7 @@ def attend(q, k, v, dropout):
     may have fewer heads: each then serves several of q's (grouped-query attention)."""
     B, nh, T, hs = q.size()
     explicit = explicit_is_faster(q.device.type, q.dtype, T)
-    if explicit or q.dtype == torch.float32:  # flash attention groups heads; other kernels don't
+    if explicit or q.dtype != torch.bfloat16:  # only flash is sure to group heads, in bf16
         k, v = (t.repeat_interleave(nh // t.size(1), 1) if t.size(1) < nh else t for t in (k, v))
     if explicit:
         mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import float8
 import fsdp
 from configurator import DTYPES, SHARDED
-from optimizer import local, make_optimizer
+from optimizer import local, make_optimizer, make_state
 from train import meta_model, train_step
 
 try:
@@ -48,12 +48,10 @@ def rehearse(cfg, world):
     marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
     collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}
     """
-    # two micro-batches need the memory of any number, and with ddp, whose buckets hold gradients
-    # all the time, of one. With `last` a first, one between and a last send different things
+    # two micro-batches need the memory of any number; with `last` a first, one between and a last
+    # send different things
     micro_batches = cfg.gradient_accumulation_steps // world.size
     rehearsed = min(micro_batches, 3 if cfg.strategy in SHARDED and cfg.grad_sync == "last" else 2)
-    if cfg.strategy == "ddp":
-        rehearsed = 2
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
     fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(world.device.type == "cuda")
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
@@ -89,15 +87,16 @@ def step(wrapped, model, cfg, world, ledger):
 
     label("parameters", float8.plain)
     optimizer = make_optimizer(model, cfg)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p) if p.requires_grad else None
-    optimizer.step()  # makes its state
+    make_state(optimizer)
     label("optimizer", lambda p: optimizer.state.get(p))
     for t in tree_leaves(list(optimizer.state.values())):
         ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
-    optimizer.zero_grad()
+    float8.scale_each_step(model, optimizer, cfg)
+    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # as train_step
+    label("gradients", lambda p: p.grad)
 
-    def after_block(i, x):
+    def after_block(i, out):
+        x, *_ = tree_leaves(out)  # one tensor or several
         if i == len(model.blocks) - 1:
             ledger.mark("forward, head")
         if x.requires_grad:
@@ -109,7 +108,7 @@ def step(wrapped, model, cfg, world, ledger):
 
     model.register_forward_pre_hook(lambda *_: ledger.mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda block, args, x, i=i: after_block(i, x))
+        block.register_forward_hook(lambda block, args, out, i=i: after_block(i, out))
     model.register_forward_hook(lambda *_: ledger.mark("backward, head"))
     optimizer.register_step_pre_hook(before_update)
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
@@ -224,9 +223,14 @@ def stand_ins(fake, ledger, cfg, world):
         return hooks(lambda t: ledger.label("host", t.clone()), torch.clone)
 
     def reduced_one_by_one(model, **_):  # DDP's reducer is C++ and wants real memory
+        copies = []  # in another reduce_dtype; NCCL keeps them until all is reduced
+
         def reduce(p):
             if model.require_backward_grad_sync:
-                dist.all_reduce(p.grad.to(DTYPES[cfg.reduce_dtype]))
+                copies.append(p.grad.to(DTYPES[cfg.reduce_dtype]))
+                dist.all_reduce(copies[-1])
+                torch.autograd.Variable._execution_engine.queue_callback(copies.clear)
+
         for p in model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(reduce)

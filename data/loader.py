@@ -53,7 +53,9 @@ class Batches:
         # a rank that runs out of windows repeats the first one with weight 0.
         for start in range(0, len(order), B * self.world.size):
             windows = order[start + self.world.rank * B:][:B]
-            x, y = files.batch(windows if len(windows) else order[:1])
+            # of full size, or a compiled model would be compiled again, and for any size
+            x, y = files.batch(np.resize(windows if len(windows) else order, B))
+            y[max(1, len(windows)):] = -1  # ignored
             yield *self.to_device(x, y), len(windows)
 
     def to_device(self, x, y):

@@ -6,10 +6,14 @@ torch.compile compiles what it is asked to: graphs are counted, whatever else a 
 """
 
 import itertools
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from harness import no_compiler, on_ranks, tiny, values
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import ranks
@@ -82,6 +86,36 @@ def case_graphs(tmp, **keys):
     return rows
 
 
+def case_evaluation(tmp, strategy):
+    """Of a compiled run that evaluates between two steps: graphs of forward and how many have
+    symbols for sizes; gradients that each graph of backward is given."""
+    symbols, given = [], []
+
+    def forward(graph, inputs):
+        sizes = [n for t in inputs if isinstance(t, torch.Tensor) for n in t.shape]
+        symbols.append(any(isinstance(n, torch.SymInt) for n in sizes))
+        return graph
+
+    def backward(graph, inputs):
+        given.append(sum("tangent" in node.name for node in graph.graph.nodes))
+        return graph
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    with no_compiler(), patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        cfg = tiny(tmp, strategy=strategy, gradient_accumulation_steps=1, batch_size=4,
+                   eval_iters=100, compile=True)  # of 37 windows the last batch has one
+        world = ranks.setup(cfg.device, cfg.backend)
+        cfg = resolve(cfg, world)
+        wrapped, _, optimizer = train.build(cfg, world)
+        batches, scaler = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False)
+        batch, stop = batches.train(0, 0), SimpleNamespace(requested=lambda: False)
+        for step in range(2):
+            _, _, batch = train.train_step(wrapped, optimizer, scaler, batches, batch, step, cfg,
+                                           world)
+            train.evaluate(wrapped, batches, cfg, world, stop)
+    return symbols, given
+
+
 @pytest.fixture(scope="module")
 def results(tmp):
     return on_ranks(1, {name: (case_graphs, {"tmp": tmp, **k}) for name, k in CASES.items()})
@@ -100,6 +134,18 @@ def test_compile_one_graph_for_all_blocks_and_one_for_the_loss(results, name):
         assert graphs[0] == 2 and breaks == 0
     else:
         assert graphs[0] == 1  # the whole model; DDP's own wrapper stays outside
+
+
+def test_compile_evaluation_adds_its_own_graphs_and_changes_none(tmp):
+    """A batch of another size would make them dynamic for good. And backward of the head is given
+    the loss's gradient, none of zeros for logits that nobody uses."""
+    expected = dict(single=1, full_shard=2)  # graphs of a step
+    results = on_ranks(1, {strategy: (case_evaluation, dict(tmp=tmp, strategy=strategy))
+                           for strategy in expected})
+    for strategy, graphs in expected.items():
+        symbols, given = values(results, strategy)[0]
+        assert symbols == 2 * graphs * [False]  # with gradients and without
+        assert given == graphs * [1]
 
 
 def test_compile_what_cannot_be_compiled_is_refused_in_one_line(tmp):

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, python
+from harness import HERE, python, script
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,7 +28,7 @@ import fsdp
 import plan
 import train
 from configurator import SHARDED, STRATEGIES, load_config
-from optimizer import make_optimizer
+from optimizer import divide, make_optimizer
 from ranks import World
 from rehearse import KINDS, rehearse
 
@@ -185,9 +185,8 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("strategy, size", [("single", 1), ("full_shard", 8)])
-def test_plan_holds_for_a_model_file_that_it_does_not_know(tmp_path, monkeypatch, strategy, size):
-    (tmp_path / "llama_like.py").write_text(LLAMA_LIKE)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_plan_holds_for_a_model_file_that_it_does_not_know(models, strategy, size):
+    (models / "llama_like.py").write_text(LLAMA_LIKE)
     cfg = load_config(["--model=llama_like", f"--gradient_accumulation_steps={size}",
                        f"--strategy={strategy}", "--batch_size=4", "--width=192"])
     none, full = (plan.plan(*plan.place(replace(cfg, activation_checkpointing=how), size, MACHINE),
@@ -219,7 +218,8 @@ def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
     timeline, marks, _ = rehearse(cfg, replace(world, device=torch.device("cpu")))
     counters = 4 * len(list(model.parameters()))  # AdamW counts its steps
     for n, where in (marks[0], marks[-1]):  # before the step, and before the optimizer's
-        at, gradients = dict(zip(KINDS, timeline[n])), where == "optimizer"
+        at = dict(zip(KINDS, timeline[n]))
+        gradients = where == "optimizer" or cfg.strategy == "ddp"  # in its buckets, all the time
         assert at["parameters"] == device["parameters"]
         assert 0 <= at["optimizer"] - device["optimizer"] <= counters
         assert at["gradients"] == pytest.approx(device["gradients"] * gradients, rel=0.02)
@@ -319,6 +319,30 @@ def test_plan_peak_is_a_real_steps(size, argv):
     tokens = 4 * 128 * 8  # the batch was there before the real step
     assert timeline.sum(axis=1).max() - state - tokens == pytest.approx(
         allocated(cfg, world), rel=0.01)
+
+
+def peak_from(where, cfg, world):
+    """Bytes on the device at their most from the last mark `where` to the next."""
+    timeline, marks, _ = rehearse(cfg, world)
+    starts = [n for n, _ in marks] + [len(timeline)]
+    i = max(i for i, (_, name) in enumerate(marks) if name == where)
+    return timeline[starts[i]:starts[i + 1], 1:].sum(axis=1).max()
+
+
+def test_plan_ddp_copies_for_reduce_dtype_and_muon():
+    """In bf16, beside 16 bytes a parameter: what backward reduces, until all is reduced; in Muon's
+    step the blocks' matrices, and the owner's for every rank. Muon's state has 4 bytes less."""
+    cfg, world = placed(8, "--strategy=ddp", "--vocab_size=1000", "--dtype=float32", *WIDE)
+    n = sum(p.numel() for p in train.meta_model(cfg).parameters())
+    plain, reduced = (peak_from("backward, block 0", replace(cfg, reduce_dtype=dtype), world)
+                      - 16 * n for dtype in ("float32", "bfloat16"))
+    assert 2 * n < reduced < 2 * n + plain < 3 * n
+    cfg = replace(cfg, dtype="bfloat16")
+    plain, muon = (peak_from("optimizer", replace(cfg, optimizer=optimizer), world)
+                   for optimizer in ("adamw", "muon"))
+    matrices = [p for p in train.meta_model(cfg).blocks.parameters() if p.dim() > 1]
+    b, own = (sum(p.numel() for p in some) for some in (matrices, divide(matrices, 8)[0]))
+    assert muon - plain + 4 * b == pytest.approx(2 * b + 2 * 8 * own, rel=0.01)
 
 
 def test_plan_offload_separates_device_and_host():
@@ -670,9 +694,9 @@ def test_plan_refused_leaves_an_earlier_picture_whole(tmp_path):
 
 
 def test_plan_bad_input_ends_with_code_1_and_no_traceback():
-    p = python("plan.py", "--host_memory=0")
+    p = script("plan.py", "--host_memory=0")
     assert p.returncode == 1 and p.stderr == "--host_memory=0.0: pass a number above 0\n"
-    p = python("plan.py", "--help")
+    p = script("plan.py", "--help")
     assert p.returncode == 0 and "--world_size" in p.stdout and "GPUs that share host" in p.stdout
 
 

@@ -1,0 +1,86 @@
+"""
+What only a GPU runs, as far as a machine without one shows it.
+
+    python -m pytest -q tests/test_cuda.py
+
+Fake `cuda` tensors have a device and no memory. PyTorch without CUDA runs neither autograd nor
+copies between devices on them, so whole steps wait for a GPU (docs/gpu.md).
+"""
+
+import os
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import on_ranks, tiny, values
+from torch.distributed.checkpoint import filesystem
+from torch.nn import functional as F
+
+import checkpoint
+import ranks
+import train
+from configurator import resolve
+from model import attend
+
+
+@pytest.mark.parametrize("dtype, grouped", [
+    (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)])
+def test_cuda_heads_are_grouped_only_where_flash_attention_does_it(dtype, grouped):
+    """float16 is for GPUs before sm80, without it: they would keep T x T scores."""
+    q, k = torch.randn(2, 6, 300, 10).to(dtype), torch.randn(2, 2, 300, 10).to(dtype)
+    with patch.object(F, "scaled_dot_product_attention") as kernel:
+        attend(q, k, k, 0.0)
+    assert kernel.call_args.kwargs["enable_gqa"] is grouped
+    assert kernel.call_args.args[1].size(1) == (2 if grouped else 6)
+
+
+def case_broadcast(tmp):
+    """What a rank calls, in order, while it loads a full checkpoint's tensors from rank 0."""
+    world, calls = ranks.setup("cpu", "auto"), []
+    patient = ranks.patient_group()
+    source = SimpleNamespace(path="", sharded=False, header={"shapes": {"model.weight": (3, 2),
+                                                                        "model.bias": (3,)}})
+    source.get = lambda key: calls.append("read") or torch.ones(source.header["shapes"][key])
+    model = torch.nn.Linear(2, 3)
+
+    def barrier(group):
+        calls.append("patient barrier" if group is patient else "barrier")
+
+    def broadcast(t, src):
+        calls.append("broadcast")
+
+    with patch.object(dist, "barrier", barrier), patch.object(dist, "broadcast", broadcast):
+        checkpoint.load(source, model, None, world)
+    return calls
+
+
+def test_cuda_broadcasts_do_not_queue_ahead_of_rank_0s_disk(tmp):
+    """NCCL's watchdog gives each ten minutes from when a rank enqueues it."""
+    first, second = values(on_ranks(2, {"": (case_broadcast, dict(tmp=tmp))}), "")
+    assert first == 2 * ["read", "patient barrier", "broadcast"]
+    assert second == 2 * ["patient barrier", "broadcast"]
+
+
+def case_writer(tmp):
+    """A sharded save in the background, as if a GPU were there; how often it asked for one."""
+    cfg = tiny(tmp, strategy="full_shard", checkpoint="sharded", out_dir=f"{tmp}/writer")
+    world = ranks.setup(cfg.device, cfg.backend)
+    cfg = resolve(cfg, world)
+    _, model, optimizer = train.build(cfg, world)
+    saver = checkpoint.Saver(cfg.out_dir, world)
+    saver.claim(cfg, None)
+    Serial = filesystem._SerialCpuLoader
+    with (patch.object(torch.cuda, "is_available", lambda: True),
+          patch.object(filesystem, "_OverlappingCpuLoader") as on_gpu,
+          patch.object(filesystem, "_SerialCpuLoader", wraps=Serial) as serial):
+        saver.save(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), 1, 1.0)
+        saver.finish(wait=True)
+    return on_gpu.call_count, serial.call_count, os.listdir(cfg.out_dir)
+
+
+def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
+    """A new thread's device is GPU 0, whatever its rank's is."""
+    on_gpu, serial, written = values(on_ranks(1, {"": (case_writer, dict(tmp=tmp))}), "")[0]
+    assert (on_gpu, serial) == (0, 1) and "step-000000001" in written
