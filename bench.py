@@ -80,7 +80,7 @@ def report(names, configs, times, world):
     for name, cfg, seconds in zip(names, configs, times):
         ms, low, high = (1e3 * f(seconds) for f in (median, min, max))
         tokens_per_s = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size / ms * 1e3
-        flops = flops_per_token(meta_model(cfg)) * tokens_per_s / world.size
+        flops = flops_per_token(meta_model(cfg), world) * tokens_per_s / world.size
         mfu, of_matmul = flops / peak if peak else None, flops / rates[cfg.dtype]
         rows.append(dict(name=name, step_ms=ms, fastest_ms=low, slowest_ms=high, flops=flops,
                          tokens_per_s=tokens_per_s, mfu=mfu, of_matmul=of_matmul,
@@ -114,7 +114,7 @@ def main(argv):
         extra = [s.strip() for s in settings.split(",") if s]
         extra += [f"strategy={strategy}"] if strategy else []
         names.append(" ".join(extra) or "config")
-        configs.append(load_config(rest + [f"--{s}" for s in extra]))
+        configs.append(load_config(rest + [f"--{s}" for s in extra], vars(own)))
     world = setup(configs[0].device, configs[0].backend)
     configs = [resolve(with_vocabulary(cfg), world) for cfg in configs]
     torch.set_float32_matmul_precision("high")  # as train.py

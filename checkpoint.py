@@ -33,13 +33,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 import float8
 from configurator import Config, model_config
+from data.loader import data_dir, read_meta
 from fsdp import broadcast_full, gather_full, reshard, tied_names
-from ranks import PATIENCE, World, from_rank0, mean, patient_group, print0, run
+from optimizer import local, make_state
+from ranks import PATIENCE, World, from_rank0, mean, patient_group, peer_left, print0, run
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
+# other programs' masks and angles, which are no parameters
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP says so in one process
 
 # ---------- saving: one run a directory ---------------------------------------
@@ -134,12 +139,17 @@ class Saver:
         header = make_header(model, optimizer, scaler, self.cfg)
         header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss)
         tensors = flat_state(model, optimizer)
+        require_portable(model, optimizer, self.world)
+        if not finite(tensors, self.world):
+            raise SystemExit(f"weights or optimizer state are not finite after step {iter_num} and "
+                             "are not saved: try a lower learning_rate, or grad_clip=1.0; the last "
+                             f"checkpoint in {self.out_dir} is untouched")
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t, self.world) for key, t in tensors.items()}
             path = os.path.join(self.out_dir, name)
             return self.from_rank0(write_ckpt, path, flat, header)
         path = os.path.join(self.out_dir, f"step-{iter_num:09d}")
-        self.from_rank0(shutil.rmtree, path, True)  # half-written by a run that died, or damaged
+        self.from_rank0(remove, path)
         written = None
         with writing(path):
             if self.group:
@@ -198,13 +208,43 @@ def flat_state(model, optimizer=None):
     return tensors
 
 
+def require_portable(model, optimizer, world):
+    """SystemExit for optimizer state that another world size could not go on with (collective)."""
+    wrong, sums = [], {}
+    for name, p in model.named_parameters():
+        for kind, t in optimizer.state.get(p, {}).items():
+            key = f"{kind} of {name}"
+            if isinstance(t, DTensor):
+                wrong += [key] * (t.placements != p.placements)
+            elif isinstance(t, torch.Tensor):
+                sums[key] = t.sum(dtype=torch.float64).item()
+            else:
+                wrong.append(key)
+    if world.size > 1:  # what every rank has whole must be the same
+        ends = torch.tensor([[x, -x] for x in sums.values()], dtype=torch.float64)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        wrong += [key for key, (high, low) in zip(sums, ends.tolist()) if high > -low]
+    if wrong:
+        raise SystemExit(f"optimizer state {wrong[0]} cannot be saved: it is neither a DTensor "
+                         "placed as the parameter nor a plain tensor that is the same on all ranks "
+                         "(see the header of optimizer.py)")
+
+
+def finite(tensors, world):
+    """Is no number NaN or infinite? (collective: each rank looks at its rows)"""
+    rows = [local(t) for t in tensors.values()]
+    # aminmax passes NaN on, and needs no memory; a rank may have no rows
+    ends = [end for t in rows if t.numel() for end in t.aminmax()]
+    return everywhere(all(end.isfinite() for end in ends), world)
+
+
 def make_header(model, optimizer, scaler, cfg):
     """What is not a tensor, as plain values."""
     names = {p: name for name, p in model.named_parameters()}
     ordered = [names[p] for group in optimizer.param_groups for p in group["params"]]
     return dict(model_args=asdict(model_config(cfg)), config=asdict(cfg), param_names=ordered,
                 param_groups=optimizer.state_dict()["param_groups"], ties=tied_names(model),
-                scaler=scaler.state_dict() or None)
+                scaler=scaler.state_dict() or None, meta=read_meta(data_dir(cfg.dataset)))
 
 
 def write_ckpt(path, flat, header):
@@ -230,15 +270,24 @@ def atomic(path):
     """A file for bytes, which becomes `path` if the block ends well, and else disappears."""
     tmp = path + ".tmp"
     with writing(path):
+        remove(tmp)
         try:
-            with open(tmp, "wb") as f:
+            with open(tmp, "xb") as f:
                 yield f
             sync(tmp)
             os.replace(tmp, path)
             sync(os.path.dirname(path) or ".")  # the rename itself
         finally:
-            if os.path.exists(tmp):
-                os.remove(tmp)
+            remove(tmp)
+
+
+def remove(path):
+    """What a run that died left at path, or a link there, but not what that names."""
+    with writing(path):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.remove(path)
 
 
 def sync(path):
@@ -254,10 +303,10 @@ def writing(path):
         yield
     # torch.save raises RuntimeError on a full disk; CheckpointException is no Exception
     except (OSError, RuntimeError, CheckpointException) as e:
-        if isinstance(e, torch.OutOfMemoryError):
-            raise  # a RuntimeError too; ranks.run knows what to say
         if isinstance(e, CheckpointException):
             e, _ = next(iter(e.failures.values()))  # the first rank's
+        if isinstance(e, torch.OutOfMemoryError) or peer_left(e):
+            raise e  # RuntimeErrors too; ranks.run knows what to say
         raise SystemExit(f"cannot write {path}: {first_line(e)}; the previous checkpoint is "
                          "untouched. Make room, or pass another directory (out_dir)")
 
@@ -326,12 +375,14 @@ def steps(out_dir, last):
 
 def open_full(path):
     """A ckpt.pt of ours or of nanoGPT."""
-    # mmap: a tensor's bytes are read when it is used, so memory holds one at a time
-    ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:  # mmap: a tensor's bytes are read when it is used, so memory holds one at a time
+        ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:  # its text says how to load the file and run what is in it
+        raise ValueError("it has more in it than tensors and plain values, or is damaged")
     weights = {}
     for name, tensor in ckpt["model"].items():
         name = name.removeprefix("module.").removeprefix("_orig_mod.")  # DDP, compile in nanoGPT
-        if not name.endswith(".attn.bias"):  # nanoGPT's causal mask, a buffer
+        if not name.endswith(BUFFERS):
             weights[name] = tensor
     # nanoGPT stores no names: it numbers first the matrices, then the vectors, in model order
     untied = [name for name in weights if name != "lm_head.weight"]
@@ -339,6 +390,10 @@ def open_full(path):
     flat = {f"model.{name}": tensor for name, tensor in weights.items()}
     for i, state in ckpt.get("optimizer", {"state": {}})["state"].items():
         flat.update({f"{key}.{names[i]}": tensor for key, tensor in state.items()})
+    for key, t in flat.items():
+        odd = key.startswith("model.") and not t.is_floating_point()
+        if odd or t.layout != torch.strided:
+            raise ValueError(f"{key} is no dense tensor of floats, but {t.dtype}, {t.layout}")
     header = {key: value for key, value in ckpt.items() if key not in ("model", "optimizer")}
     return make_source(path, header, {key: t.shape for key, t in flat.items()}, flat.__getitem__)
 
@@ -354,11 +409,13 @@ def open_sharded(path):
     metadata = MetadataReader(path).read_metadata()
     if {s.relative_path for s in metadata.storage_data.values()} - header["files"].keys():
         raise ValueError(f"its .metadata names a file that {HEADER} does not list")
+    if any(map(os.path.dirname, header["files"])):
+        raise ValueError(f"its {HEADER} lists a file that is not beside it")
     entries = metadata.state_dict_metadata
 
     def get(key):
         box = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype)}
-        dcp.load(box, storage_reader=MetadataReader(path), no_dist=True)
+        read_sharded(path, box)
         return box[key]
 
     shapes = {key: entry.size for key, entry in entries.items()}
@@ -372,15 +429,30 @@ def sealed(header):
 
 
 def make_source(path, header, shapes, get, sharded=False):
-    for key, kind in (("iter_num", int), ("model_args", dict), ("config", dict)):
+    header.setdefault("meta", {})  # of a checkpoint of nanoGPT
+    kinds = dict(iter_num=int, model_args=dict, config=dict, meta=dict)
+    for key, kind in kinds.items():
         if type(header[key]) is not kind:
             raise ValueError(f"its {key} is {header[key]!r}")
+    for key in ("model", "dataset"):
+        if type(header["config"].get(key, "")) is not str:
+            raise ValueError(f"its {key} is {header['config'][key]!r}")
     scaler = header.get("scaler")
     if scaler is not None:
         float(scaler["scale"])
     header.update(best_val_loss=float(header["best_val_loss"]), scaler=scaler,
                   shapes={key: tuple(shape) for key, shape in shapes.items()})
     return Source(path, header, get, sharded)
+
+
+def read_sharded(path, tensors, group=None):
+    """Fill tensors (collective in group)."""
+    reader = MetadataReader(path)
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    except (OSError, CheckpointException):  # which is no Exception
+        raise SystemExit(f"{path} was removed or damaged while it was read, maybe by the run that "
+                         "saves there; start again")
 
 
 class MetadataReader(dcp.FileSystemReader):
@@ -424,6 +496,11 @@ def intact(source, world):
             torch.load(source.path, map_location="meta", weights_only=True)  # the zip's directory
     except Exception:  # no such file, or not a zip any more
         good = False
+    return everywhere(good, world)
+
+
+def everywhere(good, world):
+    """Is it so on all ranks? (collective)"""
     return mean(torch.tensor(float(good)), world, patient=True) == 1
 
 
@@ -462,30 +539,46 @@ def compare(source, cfg):
 def load(source, model, optimizer, world):
     """Weights, and the optimizer's state of what trains, as they are sharded now (collective)."""
     shapes, params = source.header["shapes"], dict(model.named_parameters())
-    for key in {f"model.{name}": None for name in params} | shapes:
-        kind, _, name = key.partition(".")
-        p, shape = params.get(name), shapes.get(key)
-        if p is None:
-            continue
-        # a position table may have more rows than this run's shorter context uses
-        fits = shape and shape[1:] == p.shape[1:] and shape[0] >= p.shape[0]
-        if not fits and (kind == "model" or shape != ()):
-            raise SystemExit(f"{source.path}: {key} is missing or has shape {shape}, not "
-                             f"{tuple(p.shape)}; it belongs to another model")
-        if kind != "model" and optimizer and p.requires_grad:
-            # a number, such as Adam's step, stands where a fused optimizer keeps it
-            empty = torch.zeros_like(p) if shape else torch.zeros((), device=p.device)
-            optimizer.state[p][kind] = empty
+    known = {name for group in tied_names(model) for name in group} | params.keys()
+    for key in shapes:
+        if key.partition(".")[2] not in known:
+            raise SystemExit(f"{source.path}: {key} is none of this model's parameters; it belongs "
+                             "to another model")
+    anew = take_state(optimizer, params, shapes) if optimizer else 0
+    if anew and source.header["iter_num"]:
+        print0(world, f"{source.path} lacks optimizer state of {anew} parameters that train now; "
+                      "theirs starts anew")
     tensors = flat_state(model, optimizer)
-    if source.sharded:
-        reader, alone = MetadataReader(source.path), not dist.is_initialized()
-        group = None if alone else patient_group()
-        return dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
     for key, t in tensors.items():
-        full = source.get(key) if world.rank == 0 else None
-        if full is not None and t.dim():
-            full = full[:len(t)]
-        broadcast_full(t, full, world)
+        shape, ours = shapes.get(key), tuple(t.shape)
+        # a position table may have more rows than this run's shorter context uses
+        longer = shape and ours and shape[1:] == ours[1:] and shape[0] > ours[0]
+        if shape != ours and not longer:
+            raise SystemExit(f"{source.path}: {key} is missing or has shape {shape}, not {ours}; "
+                             "it belongs to another model")
+    if source.sharded:
+        read_sharded(source.path, tensors, patient_group() if dist.is_initialized() else None)
+    else:
+        for key, t in tensors.items():
+            full = source.get(key) if world.rank == 0 else None
+            if full is not None and t.dim():
+                full = full[:len(t)]
+            broadcast_full(t, full, world)
+    if not finite(tensors, world):
+        raise SystemExit(f"{source.path} has numbers that are not finite (NaN or infinity); use "
+                         "another one")
+
+
+def take_state(optimizer, params, shapes):
+    """Let the optimizer make its state, in its shapes, of the parameters whose state `shapes` has
+    whole. Returns how many of those that train it lacks."""
+    make_state(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    anew = [p for name, p in params.items() if p.requires_grad
+            and not shapes.keys() >= {f"{kind}.{name}" for kind in optimizer.state[p]}]
+    for p in anew:
+        del optimizer.state[p]
+    return len(anew)
 
 
 # ---------- the command -------------------------------------------------------

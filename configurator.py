@@ -18,12 +18,13 @@ import math
 import os
 import re
 import shutil
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
 STRATEGIES = ("single", "ddp") + SHARDED
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -35,18 +36,23 @@ Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
 Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch,
                    "auto, cpu, mps, cuda or cuda:<number>"]
+Path = Annotated[str, len, "a name or a path"]
 PLAIN = {
     int: (int, lambda n: n >= 0, "a whole number, 0 or more"),
     float: (float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"),
     bool: (bool, lambda b: True, "True or False"),
     str: (str, lambda s: True, "a string"),
 }
+SIGNED = {  # a model's keys: its __post_init__ knows what they may be
+    **PLAIN, int: (int, lambda n: True, "a whole number"),
+    float: (float, math.isfinite, "a finite number"),
+}
 
 
 @dataclass
 class Config:
     # --- files
-    out_dir: str = "out"  # checkpoints and metrics.jsonl
+    out_dir: Path = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
     #   or in Hugging Face format: gpt2[-medium|-large|-xl], another hub name, a directory
     checkpoint: Literal["full", "sharded"] = "full"  # full: one portable ckpt.pt.
@@ -63,7 +69,7 @@ class Config:
     wandb_run_name: str = "run"
     tensorboard: bool = False  # log to TensorBoard too, in out_dir
     # --- data
-    dataset: str = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
+    dataset: Path = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
     gradient_accumulation_steps: Positive = 40  # micro-batches a step over all ranks together
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
     seed: int = 1337  # weights, data order, dropout: everything random follows from it
@@ -118,21 +124,35 @@ class Config:
 
 def model_file(name):
     """The module that --model names; its Model and ModelConfig are the model."""
+    file = "model" if name == "gpt2" else str(name)
+    # nothing else is imported: that would run it, and a checkpoint may name anything
+    if not file.isidentifier() or not os.path.exists(os.path.join(HERE, f"{file}.py")):
+        raise SystemExit(f"model={name!r}: gpt2 is model.py, any other NAME is NAME.py beside it, "
+                         "with a Model and a ModelConfig")
     try:
-        module = importlib.import_module("model" if name == "gpt2" else name)
-    except (ImportError, TypeError, ValueError) as e:
-        raise SystemExit(f"model={name!r}: {e}; gpt2 is model.py, any other NAME is NAME.py, with "
-                         "a Model and a ModelConfig")
+        module = importlib.import_module(file)
+    except ImportError as e:
+        raise SystemExit(f"model={name!r}: {e}")
     if not hasattr(module, "Model") or not hasattr(module, "ModelConfig"):
-        raise SystemExit(f"model={name!r}: {name}.py has no Model or no ModelConfig; see model.py")
+        raise SystemExit(f"model={name!r}: {file}.py has no Model or no ModelConfig; see model.py")
     return module
 
 
 @functools.cache
 def config_class(model):
-    """Config's keys and the model's in one dataclass."""
-    bases = (Config, model_file(model).ModelConfig)
-    return make_dataclass("RunConfig", [("model", str, model)], bases=bases)
+    """Config's keys and the model's in one dataclass; SystemExit for a key that cannot be one."""
+    cls = model_file(model).ModelConfig
+    if not is_dataclass(cls):
+        raise SystemExit(f"model={model!r}: its ModelConfig must be a @dataclass")
+    for f in fields(cls):
+        named = get_origin(f.type) is Literal and {str} == {*map(type, get_args(f.type))}
+        if f.name in Config.__dataclass_fields__:
+            raise SystemExit(f"model={model!r}: every run has a key {f.name}; rename ModelConfig's")
+        if f.default is MISSING or not (f.type in PLAIN or named):
+            raise SystemExit(f"model={model!r}: ModelConfig.{f.name}, a {f.type!r}, must be an int,"
+                             " float, bool, str or Literal of strings, with a default (and the "
+                             "file without from __future__ import annotations)")
+    return make_dataclass("RunConfig", [("model", str, model)], bases=(Config, cls))
 
 
 def model_config(cfg):
@@ -144,10 +164,11 @@ def model_config(cfg):
 # ---------- files, flags, help ------------------------------------------------
 
 
-def load_config(argv):
-    """Config files and --key=value flags, applied left to right over the defaults."""
+def load_config(argv, flags=()):
+    """Config files and --key=value flags, applied left to right over the defaults. flags: names
+    that the command takes itself, which a mistyped one may have meant."""
     values = {}
-    for arg in argv:
+    for i, arg in enumerate(argv):
         cls = config_class(values.get("model", Config.model))
         if not arg.startswith("--"):
             given = run_file(arg, {**{f.name: f.default for f in fields(cls)}, **values})
@@ -157,23 +178,31 @@ def load_config(argv):
             raise SystemExit(f"{arg}: write it as {arg}=value")
         cls = config_class(given.get("model", cls.model))
         for key, value in given.items():
-            values[key] = coerce(key, value, cls, arg)
+            late = any(other.startswith("--model=") for other in argv[i + 1:])
+            if late and key not in cls.__dataclass_fields__:
+                raise SystemExit(f"{arg}: model={cls.model} has no key {key}; --model comes first")
+            values[key] = coerce(key, value, cls, arg, flags)
     return make_config(config_class(values.get("model", Config.model)), values)
 
 
 def make_config(cls, values):
     try:
-        return cls(**values)
+        cfg = cls(**values)
+        if getattr(cfg, "n_layer", 1) > 10_000:  # they would be built for minutes without a word
+            raise ValueError(f"n_layer={cfg.n_layer} must be at most 10000")
+        return cfg
     except (TypeError, ValueError) as e:  # a key of another model; sizes that do not fit together
         raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
 
 
-def with_model(cfg, header):
-    """cfg with the model of a checkpoint's header, and its sizes; dropout stays this run's."""
-    cls = config_class(header["config"].get("model", "gpt2"))
-    ours = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    sizes = {key: value for key, value in header["model_args"].items() if key != "dropout"}
-    return make_config(cls, {**ours, **sizes, "model": cls.model})
+def with_model(cfg, source):
+    """cfg with the model of a checkpoint, and its sizes; dropout stays this run's."""
+    cls = config_class(source.header["config"].get("model", "gpt2"))
+    values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    for key, value in source.header["model_args"].items():
+        if key != "dropout":
+            values[key] = coerce(key, value, cls, source.path)
+    return make_config(cls, {**values, "model": cls.model})
 
 
 def run_file(path, before):
@@ -185,7 +214,7 @@ def run_file(path, before):
     except OSError as e:
         raise SystemExit(f"{path}: {e.strerror}; pass a config file such as config/quickstart.py, "
                          "or --key=value")
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise SystemExit(f"{path}: {type(e).__name__}: {e}")
     given = {}
     for key, value in scope.items():
@@ -195,14 +224,14 @@ def run_file(path, before):
     return given
 
 
-def coerce(key, value, cls, where):
+def coerce(key, value, cls, where, flags=()):
     """value as the key's type: exact, except that 1 may become 1.0, and 1e4 become 10000."""
     types = {f.name: f.type for f in fields(cls)}
     if key not in types:
-        near = difflib.get_close_matches(key, types, 1)
-        hint = f"did you mean {near[0]}?" if near else "python train.py --help lists the keys"
+        near = difflib.get_close_matches(key, [*flags, *types], 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint}")
-    kind, test, words = rule(types[key])
+    kind, test, words = rule(types[key], PLAIN if key in Config.__dataclass_fields__ else SIGNED)
     if where.startswith("--") and kind is not str:  # a flag's text
         try:
             value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
@@ -217,12 +246,12 @@ def coerce(key, value, cls, where):
     return value
 
 
-def rule(declared):
+def rule(declared, plain):
     """(Python type, test, what an error says) of a key's declared type."""
     if get_origin(declared) is Literal:
         choices = get_args(declared)
         return str, choices.__contains__, f"one of {', '.join(map(repr, choices))}"
-    return get_args(declared) or PLAIN[declared]
+    return get_args(declared) or plain[declared]
 
 
 def help_text(usage, model="gpt2"):
@@ -232,9 +261,9 @@ def help_text(usage, model="gpt2"):
         return f"  --{key}={default}" + (f"\n        {comment}" if comment else "")
 
     text = usage.strip()
-    for cls in (Config, model_file(model).ModelConfig):
-        body = inspect.getsource(cls).partition(":\n")[2].partition("\n\n")[0]
-        body = body.replace("    #   ", " " * 8).replace("    # --- ", "\n")
+    for cls in (Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])):
+        keys = re.findall(r"^    (?:\w+: .+ = .+|# --- .*|#   .*)$", inspect.getsource(cls), re.M)
+        body = "\n".join(keys).replace("    #   ", " " * 8).replace("    # --- ", "\n")
         text += "\n" + re.sub(r"^    (\w+): .+? = (\S+)(?:  # (.*))?$", line, body, flags=re.M)
     return text
 

@@ -33,8 +33,10 @@ def convert(model, cfg, world):
     convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: m in ours)
 
 
-def scale_each_step(model, optimizer):
+def scale_each_step(model, optimizer, cfg):
     """After each step one all-reduce for the scales of all weights, instead of one a gather."""
+    if cfg.dtype != "float8":
+        return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
     optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
 

@@ -27,7 +27,7 @@ from torch.utils import checkpoint as recompute  # PyTorch's; ours writes files
 
 import float8
 from configurator import DTYPES, SHARDED
-from ranks import patient_group
+from ranks import mean, patient_group
 
 ROOT = ""  # the root unit's name, as in named_modules
 
@@ -262,6 +262,34 @@ def set_grad_sync(model, cfg, is_last_micro_batch):
             model.set_requires_all_reduce(is_last_micro_batch)  # between groups: once a step
         if cfg.strategy == "shard_grad_op" and cfg.grad_sync == "last":
             model.set_reshard_after_backward(is_last_micro_batch)
+
+
+def require_gradients(wrapped, model, batch, cfg, world):
+    """SystemExit unless this batch gives every trained parameter a gradient on every rank
+    (collective). FSDP2 reduces those that have one: where ranks differ it would sum gradients of
+    different parameters, or hang. So look before the first backward, in the graph of a forward."""
+    with autocast(cfg, world.device):
+        todo, seen = [wrapped(*batch)[1].grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node and node not in seen:
+            seen.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+    leaves = {node.variable for node in seen if hasattr(node, "variable")}
+    reached = {name for name, p in model.named_parameters() if p in leaves}
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()  # where the graph ends are gathered parameters
+            reached |= {name for name, p in unit.named_parameters(prefix) if p in leaves}
+            unit.reshard()
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    shares = mean(torch.tensor([float(name in reached) for name in trained]), world)
+    for name, share in zip(trained, shares.tolist()):
+        if share < 1:
+            raise SystemExit(
+                f"{name} gets a gradient on {share * world.size:.0f} of {world.size} ranks, and "
+                f"all must reduce the same ones: let model={cfg.model} add 0 * the output of what "
+                "it does not use, such as an expert without tokens; or --freeze what it never uses")
 
 
 def clip_grad_norm(model, max_norm, world):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import Source, atomic, first_line, open_newest
+from checkpoint import BUFFERS, Source, atomic, first_line, open_newest
 from configurator import DTYPES, model_file
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, local_copy
@@ -64,14 +64,21 @@ def open_pretrained(name):
         files, index = ["model.safetensors"], Path(path, "model.safetensors.index.json")
         if index.exists():
             files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        if any(map(os.path.dirname, files)):
+            raise ValueError(f"{index.name} names a file that is not beside it")
         for file in (os.path.join(path, file) for file in files):
             with safe_open(file, "pt") as opened:
                 for key in opened.keys():
-                    ours = "model." + key
-                    if model == "gpt2":  # the hub's gpt2 has no prefix; save_pretrained writes it
+                    if key.endswith(BUFFERS):
+                        continue
+                    ours, tensor = "model." + key, opened.get_slice(key)
+                    if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                        raise ValueError(f"{key} is {tensor.get_dtype()}, not floats")
+                    if model == "gpt2" and key != "lm_head.weight":
+                        # the hub's gpt2 has no prefix; save_pretrained writes it
                         ours = "model.transformer." + key.removeprefix("transformer.")
                     flip = -1 if model == "gpt2" and key.endswith(TRANSPOSED) else 1
-                    shapes[ours] = tuple(opened.get_slice(key).get_shape())[::flip]
+                    shapes[ours] = tuple(tensor.get_shape())[::flip]
                     where[ours] = file, key, flip < 0
     except Exception as e:
         raise SystemExit(f"{path}: not a model in Hugging Face format, config.json and "

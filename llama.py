@@ -44,6 +44,9 @@ class LlamaConfig:
                     "n_inner", "rope_theta", "rope_factor"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        for key in ("head_dim", "norm_eps"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least 0")
         for key, part in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             value, divisor = getattr(self, key), getattr(self, part)
             if value % divisor and not (part == "n_head" and self.head_dim):

@@ -2,7 +2,7 @@
 What a run reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to wandb
 and TensorBoard if asked for. Rank 0 reports; on the others nothing happens.
 
-    log = Log(cfg, world, run_id, step, flops_per_token(model))
+    log = Log(cfg, world, run_id, step, flops_per_token(model, world))
     log.step(step, loss, norm, lr, scale)      # every log_interval steps
     with log.paused(): ...                     # an evaluation is no part of the steps' time
 """
@@ -20,7 +20,7 @@ from dataclasses import asdict
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkpoint import atomic, writing
+from checkpoint import atomic, first_line, writing
 from ranks import print0
 
 # dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16)
@@ -42,15 +42,20 @@ def peak_flops(device):
     return PEAK_FLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
-def flops_per_token(model):
+def flops_per_token(model, world):
     """
     FLOPs of forward and backward for a token, as PyTorch counts those of a model on meta: 6 for
     each weight in a product, 12 T C a layer for attention (PaLM, appendix B), less what frozen
-    parameters spare: their gradients, and all of backward before the first that trains.
+    parameters spare: their gradients, and all of backward before the first that trains. 0 if they
+    cannot be counted.
     """
     idx = torch.zeros(1, model.config.block_size, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        model(idx, idx)[1].backward()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model(idx, idx)[1].backward()
+    except Exception as e:  # a shape or a branch depends on values, which meta has not
+        print0(world, f"mfu n/a: the model does not run on the meta device ({first_line(e)})")
+        return 0
     return counter.get_total_flops() / idx.numel()
 
 
@@ -104,7 +109,9 @@ class Log:
         seconds = (now - self.since) / (step + 1 - self.next_step)
         self.since, self.next_step = now, step + 1
         rate = self.tokens / seconds
-        mfu = self.flops / seconds / self.peak_flops / self.world.size if self.peak_flops else None
+        mfu = None
+        if self.flops and self.peak_flops:
+            mfu = self.flops / seconds / self.peak_flops / self.world.size
         print0(self.world, f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
                            f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {rate:,.0f} tok/s, "
                            f"norm {norm:.2f}, mem {memory / 2**30:.2f}GiB, "

@@ -5,17 +5,19 @@ The GPT, and nothing about parallelism: GPT-2's architecture in plain PyTorch, w
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))   # PyTorch's values, not yet GPT-2's
     logits, loss = model(idx, targets)
 
-This is also the pattern of a model file (`--model=NAME` takes NAME.py). It defines ModelConfig, a
-dataclass whose fields become keys of the run (block_size, vocab_size and n_layer among them), and
-Model, an nn.Module with
+This is also the pattern of a model file (`--model=NAME` takes NAME.py), and `python -m pytest
+tests/test_contract.py --model=NAME` checks yours. It defines ModelConfig, a dataclass whose fields
+become keys of the run (block_size, vocab_size and n_layer among them), and Model, an nn.Module with
     config                           its ModelConfig
     blocks                           the repeated layers in forward order: FSDP's units
-    forward(idx, targets, cache)     -> (logits, loss); cache is only for sample.py
+    forward(idx, targets, cache)     -> (logits, loss); cache, optional, is only for sample.py
     initial_value(name, shape, seed) -> the whole starting value of a parameter
     head_loss(x, targets)            as GPT's, with its attribute loss_chunks (both optional)
+    matrices()                       -> parameters for Muon; if absent the blocks' 2-D ones
 Parameters are registered in the order in which forward uses them; there are no buffers, which
-nobody would shard or fill. train.py builds the model on the meta device (names and shapes, no
-memory), shards it, and only then fills it with initial_value.
+nobody would shard or fill. Every batch gives every parameter that trains a gradient, as all ranks
+reduce the same ones: where an expert has no tokens, add 0 * its output. train.py builds the model
+on the meta device (names and shapes, no memory), shards it, and then fills it with initial_value.
 
 Sizes: B sequences of T tokens, C = n_embd, nh heads of hs = C / nh, V = vocab_size.
 Architecture: Radford et al. 2019 (GPT-2): pre-LayerNorm, learned positions, GELU, tied head.

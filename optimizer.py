@@ -3,6 +3,11 @@ What turns gradients into steps: AdamW, or Muon for the blocks' matrices; the le
 
     optimizer = make_optimizer(model, cfg)   # after sharding, before the first forward
     lr = learning_rate_at(step, cfg)
+
+Yours is a torch.optim.Optimizer. When sharded a parameter and its gradient are DTensors, of which a
+rank has some rows. All that checkpoints keep of it is self.state[p], which its first step makes
+whole: tensors of any shape under a name each, DTensors placed as p or plain ones that are the same
+on all ranks. Any other could not go on at another world size, and the first save refuses it.
 """
 
 import math
@@ -11,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import float8
 from configurator import DTYPES
 
 
@@ -29,19 +33,29 @@ def make_optimizer(model, cfg):
     # fused: one kernel, where the other variants make a dozen temporaries as large as the model
     adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
                               fused=True)
-    optimizer = Muon(hidden, adamw, cfg) if hidden else adamw
-    if cfg.dtype == "float8":
-        float8.scale_each_step(model, optimizer)
-    return optimizer
+    return Muon(hidden, adamw, cfg) if hidden else adamw
+
+
+def make_state(optimizer):
+    """The state of all parameters, by a step of zeros; its values, and theirs, mean nothing."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
 
 
 # ---------- Muon --------------------------------------------------------------
 
 
 def hidden_matrices(model, cfg):
-    """{parameter: None} of those that Muon updates: what trains and is 2-D inside the blocks."""
-    params = model.blocks.parameters() if cfg.optimizer == "muon" else ()
-    return dict.fromkeys(p for p in params if p.requires_grad and p.dim() == 2)
+    """{parameter: None} of those that Muon updates: what trains and is 2-D inside the blocks, or
+    what the model's own `matrices` returns. 3-D parameters are stacks of matrices."""
+    if cfg.optimizer != "muon":
+        return {}
+    params = [p for p in model.blocks.parameters() if p.dim() == 2]
+    if hasattr(model, "matrices"):
+        params = model.matrices()
+    return dict.fromkeys(p for p in params if p.requires_grad)
 
 
 class Muon(torch.optim.Optimizer):
@@ -78,7 +92,7 @@ class Muon(torch.optim.Optimizer):
 
         # this rank's rows, by owner; the last shards are padded to the size of the first
         shares = divide(trained, world)
-        size = {p: math.ceil(len(p) / g) * p.shape[1] for share in shares for p in share}
+        size = {p: math.ceil(len(p) / g) * (p.numel() // len(p)) for share in shares for p in share}
         n = [sum(size[p] for p in share) for share in shares]
         flat = torch.zeros(sum(n), device=device, dtype=self.dtype)
         pieces = dict(zip(size, flat.split(list(size.values()))))
@@ -96,7 +110,7 @@ class Muon(torch.optim.Optimizer):
             dist.all_to_all_single(mine, sent, [n[rank]] * g, n[first:first + g], group=near)
         mine = mine.view(g, n[rank])
         for p, m in zip(shares[rank], mine.split([size[p] for p in shares[rank]], dim=1)):
-            m.copy_(orthogonalize(m.reshape(-1, p.shape[1])).reshape(m.shape))  # padding stays 0
+            m.copy_(orthogonalize(m.reshape(-1, *p.shape[1:])).reshape(m.shape))  # padding stays 0
         if world > 1:
             copies = mine.expand(world // g, g, n[rank]).flatten()
             dist.all_to_all_single(flat, copies, n, [n[rank]] * world)
@@ -105,12 +119,14 @@ class Muon(torch.optim.Optimizer):
             rate, rows = group["lr"], local(p)
             rows.mul_(1 - rate * group["weight_decay"])
             rows.add_(piece[:rows.numel()].view(rows.shape).to(rows.device),
-                      alpha=-rate * 0.2 * math.sqrt(max(p.shape)))
+                      alpha=-rate * 0.2 * math.sqrt(max(p.shape[-2:])))
 
 
 def orthogonalize(m):
     """m with its singular values moved to between 0.7 and 1.2, by five steps of a Newton-Schulz
-    iteration with Jordan's coefficients."""
+    iteration with Jordan's coefficients. Of a stack, each matrix's."""
+    if m.dim() > 2:
+        return torch.stack([orthogonalize(x) for x in m])
     x = m.T if m.size(0) > m.size(1) else m  # so that x @ x.T is the smaller square
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
@@ -123,7 +139,10 @@ def orthogonalize(m):
 def divide(matrices, world):
     """The matrices that each rank owns: the costliest first, to the rank with the least to do."""
     shares, load = [[] for _ in range(world)], [0] * world
-    cost = {m: min(m.shape)**2 * (2 * max(m.shape) + min(m.shape)) for m in matrices}  # products
+    cost = {}  # of its products
+    for m in matrices:
+        short, long = sorted(m.shape[-2:])
+        cost[m] = m.numel() // long * short * (2 * long + short)
     for m in sorted(matrices, key=cost.get, reverse=True):
         rank = load.index(min(load))
         shares[rank].append(m)

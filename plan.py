@@ -27,6 +27,7 @@ from rehearse import KINDS, rehearse
 from train import meta_model, with_vocabulary
 
 FULL = 0.9  # of a GPU's memory: what is not counted needs room too
+LARGEST = 32768  # GPUs: a rehearsal's time grows with them
 
 
 def plan(cfg, world, machine):
@@ -57,15 +58,19 @@ def place(cfg, size, machine):
 
 
 def variants(cfg, size, machine):
-    """[(cfg, World)] of the strategies that the other keys allow; the config's own must."""
-    group, out = cfg.shard_group_size or machine.gpus_per_node, []
-    for strategy in STRATEGIES if size > 1 else ("single", "full_shard"):
-        hybrid, own = strategy == "hybrid_shard", strategy == (cfg.strategy or "full_shard")
+    """[(cfg, World)] of the strategies that the other keys allow; the config's own must. If a flag
+    names one, of that one."""
+    alone, group = machine.strategy, cfg.shard_group_size or machine.gpus_per_node
+    every, out = STRATEGIES if size > 1 else ("single", "full_shard"), []
+    for strategy in [alone] if alone else every:
+        hybrid = strategy == "hybrid_shard"
+        own = strategy == (alone or cfg.strategy or "full_shard")
         if hybrid and group >= size and not own:
             continue  # one group is full_shard
         changed = replace(cfg, strategy=strategy, shard_group_size=group if hybrid else 0)
         try:
-            out.append(place(changed, 1 if strategy == "single" else size, machine))
+            one = strategy == "single" and not alone
+            out.append(place(changed, 1 if one else size, machine))
         except SystemExit:
             if own:
                 raise
@@ -131,15 +136,18 @@ def parse(argv):
     parser.error = lambda message: sys.exit(message.removeprefix("argument "))  # in one line
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     add = parser.add_argument
-    add("--world_size", type=int, default=1, help="GPUs")
+    add("--world_size", type=int, default=1, help=f"GPUs, at most {LARGEST:,}")
+    add("--strategy", choices=STRATEGIES, help="only this one; else all that the keys allow")
     add("--gpus_per_node", type=int, default=8, help="GPUs that share host memory")
     add("--gpu_memory", type=float, default=gpu / 2**30 or 80, help="GiB (this machine's, or 80)")
     add("--host_memory", type=float, default=math.inf, help="GiB of a node")
     add("--plot", metavar="FILE.png", help="draw a step's memory; .svg, .pdf too")
     own, rest = parser.parse_known_args(argv)
     for key, value in vars(own).items():
-        if key != "plot" and not value > 0:
+        if key not in ("plot", "strategy") and not value > 0:
             raise SystemExit(f"--{key}={value}: pass a number above 0")
+    if own.world_size > LARGEST:
+        raise SystemExit(f"--world_size={own.world_size}: pass at most {LARGEST}")
     if own.plot:  # now, not after the rehearsals
         optional("matplotlib.figure", "--plot")
         folder, kind = os.path.dirname(own.plot) or ".", os.path.splitext(own.plot)[1]
@@ -153,7 +161,7 @@ def parse(argv):
 
 def main(argv):
     machine, rest = parse(argv)
-    size, cfg = machine.world_size, with_vocabulary(load_config(rest))
+    size, cfg = machine.world_size, with_vocabulary(load_config(rest, vars(machine)))
     todo, model = variants(cfg, size, machine), meta_model(cfg)
     units = fsdp.find_units(model, cfg.wrap_min_params)
     first, unit = [*units, ("the root", model)][0]

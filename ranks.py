@@ -9,6 +9,7 @@ Processes: who am I among the ranks, how a run starts, and how it leaves.
 import functools
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(hours=12)  # of waits for one rank's disk or network
+PARENT = os.getppid()  # torchrun, if this is a rank
+ORPHAN = "torchrun is gone; this run ends without saving"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,6 @@ class World:
     size: int = 1
     device: torch.device = torch.device("cpu")
     local_size: int = 1  # ranks on this node
-    launcher: int = 0  # process id of torchrun
 
 
 def setup(device, backend):
@@ -39,9 +41,12 @@ def setup(device, backend):
         int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     device = pick_device(device, local_rank)
     if not dist.is_initialized():
-        try:  # torchrun's store is there before its ranks are
+        try:
+            # torchrun's store is there before its ranks; PyTorch would try for minutes, and log it
+            if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                socket.create_connection((env["MASTER_ADDR"], env["MASTER_PORT"]), 60).close()
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
-        except RuntimeError:
+        except (OSError, RuntimeError):
             raise SystemExit(f"torchrun at {env['MASTER_ADDR']} does not answer; start it again")
         store.set_timeout(timedelta(minutes=10))
         if env.get("GROUP_WORLD_SIZE") == "1":  # nodes count restarts apart: see docs/clusters.md
@@ -53,7 +58,12 @@ def setup(device, backend):
         dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=rank,
                                 world_size=size, timeout=timedelta(minutes=10))
     patient_group()  # now, while all ranks are here
-    return World(rank, size, device, local_size, os.getppid())
+    return World(rank, size, device, local_size)
+
+
+def orphaned():
+    """Is torchrun gone? Its ranks then have another parent."""
+    return "RANK" in os.environ and os.getppid() != PARENT
 
 
 @functools.cache
@@ -132,38 +142,46 @@ class StopSignal:
     def requested(self):
         """Has any rank got a signal? The same answer on all of them (collective). SystemExit if
         torchrun is gone: a new run may have taken over, so this one must not write any more."""
-        orphan = self.world.launcher not in (0, os.getppid())
-        flag = torch.tensor(2 if orphan else int(self.number > 0))
+        flag = torch.tensor(2 if orphaned() else int(self.number > 0))
         if self.world.size > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         if flag == 2:
-            raise SystemExit("torchrun is gone; this run ends without saving")
+            raise SystemExit(ORPHAN)
         return bool(flag)
+
+
+def peer_left(e):
+    """Is this error of a connection that broke because another rank ended?"""
+    return any(words in str(e) for words in ("by peer", "Broken pipe", "remote process"))
 
 
 def run(main, *args):
     """Call main(*args) and leave: a SystemExit's text is one line and exit code 1, said by local
     rank 0. With gloo's threads alive one interpreter in ten aborts in its own clean-up (exit code
     -6), after all work is done, so a process with a group leaves through os._exit."""
-    code, wait, peer_left = 0, False, False
+    code, wait, left = 0, False, False
     try:
         main(*args)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT  # as a shell says it
     except SystemExit as e:
         code = e.code or 0
         wait = int(os.environ.get("LOCAL_RANK", 0)) > 0  # local rank 0 says the same
     except BaseException as e:
         code = traceback.format_exc()
         no_memory = isinstance(e, (torch.OutOfMemoryError, MemoryError))
-        if no_memory or "can't allocate memory" in str(e):  # the CPU allocator's plain RuntimeError
+        plain = ("can't allocate memory", "size calculation overflowed")  # RuntimeErrors of CPUs
+        if no_memory or any(words in str(e) for words in plain):
             code = (f"out of memory: {str(e).splitlines()[0]}; lower batch_size, block_size or the "
                     "model's sizes, or see what fits with python plan.py")
-        peer_left = any(words in str(e) for words in ("by peer", "Broken pipe", "remote process"))
-        wait = dist.is_initialized() and isinstance(e, RuntimeError)  # maybe another rank's fault
+        left = peer_left(e)
+        wait = "RANK" in os.environ and isinstance(e, RuntimeError)  # maybe another rank's fault
     if isinstance(code, str):
         if wait:  # if another rank says it, torchrun ends this one meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # StopSignal would only note it
             time.sleep(5)
-        if not (peer_left and StopSignal.number):  # torchrun has asked this one to end too
+            code = ORPHAN if orphaned() else code
+        if not (left and StopSignal.number):  # torchrun has asked this one to end too
             print(code, file=sys.stderr)
         code = 1
     sys.stdout.flush()

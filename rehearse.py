@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import float8
 import fsdp
 from configurator import DTYPES, SHARDED
-from optimizer import local, make_optimizer
+from optimizer import local, make_optimizer, make_state
 from train import meta_model, train_step
 
 try:
@@ -87,16 +87,16 @@ def step(wrapped, model, cfg, world, ledger):
 
     label("parameters", float8.plain)
     optimizer = make_optimizer(model, cfg)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p) if p.requires_grad else None
-    optimizer.step()  # makes its state
+    make_state(optimizer)
     label("optimizer", lambda p: optimizer.state.get(p))
     for t in tree_leaves(list(optimizer.state.values())):
         ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
+    float8.scale_each_step(model, optimizer, cfg)
     optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # as train_step
     label("gradients", lambda p: p.grad)
 
-    def after_block(i, x):
+    def after_block(i, out):
+        x, *_ = tree_leaves(out)  # one tensor or several
         if i == len(model.blocks) - 1:
             ledger.mark("forward, head")
         if x.requires_grad:
@@ -108,7 +108,7 @@ def step(wrapped, model, cfg, world, ledger):
 
     model.register_forward_pre_hook(lambda *_: ledger.mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda block, args, x, i=i: after_block(i, x))
+        block.register_forward_hook(lambda block, args, out, i=i: after_block(i, out))
     model.register_forward_hook(lambda *_: ledger.mark("backward, head"))
     optimizer.register_step_pre_hook(before_update)
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)

@@ -7,7 +7,9 @@ Sample text from a trained model.
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=-   # from standard input
 """
 
+import inspect
 import math
+import os
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -19,7 +21,7 @@ import fsdp
 from checkpoint import load
 from configurator import load_config, resolve, with_model
 from data.loader import data_dir, read_meta
-from data.tokenizer import tokenizer
+from data.tokenizer import TOKENIZER, tokenizer
 from ranks import World, pick_device, run
 from train import meta_model, open_start
 
@@ -51,6 +53,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size
     Under FSDP every rank must call it, with the same idx and seed: each forward gathers weights.
     """
     limit = model.config.block_size
+    use_cache = use_cache and "cache" in inspect.signature(model.forward).parameters
     context, cache = idx[:, -limit:], None
     for _ in range(max_new_tokens):
         if context.size(1) > limit:
@@ -60,7 +63,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size
             cache = [KVCache() for _ in model.blocks]
         elif use_cache:
             new = context[:, -1:]
-        logits, _ = model(new, cache=cache)
+        logits, _ = model(new, cache=cache) if use_cache else model(new)
         token = draw(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
         context = torch.cat((context, token), dim=1)
@@ -93,10 +96,10 @@ def arguments(argv):
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *fsdp.DTYPES))
     args = parser.parse_args(argv)
-    bad = min(args.num_samples, args.max_new_tokens) < 1 or args.top_k < 0
-    if bad or not 0 <= args.temperature < math.inf or not 0 <= args.seed < 2**63:
-        parser.error("num_samples and max_new_tokens must be at least 1, temperature and top_k "
-                     "at least 0, seed from 0 to 2**63 - 1")
+    least = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
+    for key, value in least.items():
+        if not value <= getattr(args, key) < 2**63:
+            parser.error(f"--{key}={getattr(args, key)}: it must be at least {value}, below 2**63")
     return args
 
 
@@ -120,8 +123,9 @@ def main(argv):
     world = World(device=pick_device(cfg.device))
     source = open_start(cfg, world)
     if source is None:
-        raise SystemExit(f"init_from={args.init_from}: no model to sample from; use resume or gpt2")
-    cfg = with_model(resolve(cfg, world), source.header)
+        raise SystemExit(f"init_from={args.init_from}: no model to sample from in out_dir="
+                         f"{args.out_dir}; pass a run's --out_dir, or --init_from=gpt2")
+    cfg = with_model(resolve(cfg, world), source)
     model = meta_model(cfg)
     fsdp.parallelize(model, cfg, world)
     load(source, model, None, world)
@@ -129,7 +133,13 @@ def main(argv):
 
     dataset = source.header["config"].get("dataset")
     directory = data_dir(dataset) if dataset else source.path  # Hugging Face's has a tokenizer too
-    encode, decode, vocab_size = tokenizer(read_meta(directory), directory)
+    meta = source.header.get("meta") or read_meta(directory)
+    file = os.path.join(directory, TOKENIZER)
+    known = "chars" in meta or "tokenizer" in meta or os.path.exists(file)
+    if not known and cfg.vocab_size not in (50257, 50304):  # GPT-2's, as it is and padded
+        raise SystemExit(f"{source.path} does not say which tokenizer it was trained with, nor "
+                         f"does {directory}; put the data's meta.json or tokenizer.json there")
+    encode, decode, vocab_size = tokenizer(meta, directory)
     prompt = encode(read_prompt(args.start)) or encode("\n")
     x = torch.tensor([prompt], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)

@@ -11,12 +11,17 @@ Config files are Python assignments; files and --key=value flags apply left to r
 
 import math
 import os
+import signal
 import sys
 from dataclasses import replace
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop, Ctrl-C ends this at once
 
 import torch
 
 import checkpoint
+import float8
 import fsdp
 from configurator import help_text, load_config, model_config, model_file, resolve, with_model
 from data.loader import Batches, data_dir, read_meta
@@ -49,29 +54,29 @@ def build(cfg, world, source=None):
     else:
         for name, p in model.named_parameters():
             fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
+    float8.scale_each_step(model, optimizer, cfg)
     return wrapped, model, optimizer
 
 
 def open_start(cfg, world):
-    """The Source that cfg.init_from names, None for a fresh start; SystemExit if it is missing."""
+    """The Source that cfg.init_from names, None for a fresh start."""
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from not in ("resume", "auto"):
         from huggingface import open_pretrained  # here, so that a fork can delete the file
         return from_rank0(world, lambda: open_pretrained(cfg.init_from))
-    source = checkpoint.find(cfg.out_dir, world)
-    if source is None and cfg.init_from == "resume":
-        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
-                         "or auto to resume only if there is one")
-    return source
+    return checkpoint.find(cfg.out_dir, world)
 
 
 def choose_start(cfg, world):
     """(cfg, source, resumed): cfg has the model's sizes; does the run go on where source ended?"""
     source = open_start(cfg, world)
+    if source is None and cfg.init_from == "resume":
+        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
+                         "or auto to resume only if there is one")
     resumed = source is not None and cfg.init_from in ("resume", "auto")
+    theirs = with_model(cfg, source) if source else cfg  # or a line that says what is wrong there
     if source and not resumed:
-        theirs = with_model(cfg, source.header)
         shorter = min(cfg.block_size, theirs.block_size)  # which saves memory
         cfg = replace(theirs, block_size=shorter)
     else:
@@ -173,7 +178,7 @@ def train(cfg):
         saver.claim(cfg, source if resumed else None)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg)))
+    log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg), world))
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -207,6 +212,8 @@ def train(cfg):
             break
 
         # one optimizer step
+        if step == first_step and world.size > 1:
+            fsdp.require_gradients(wrapped, model, batch, cfg, world)
         scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
         loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
         if saver:

@@ -75,17 +75,19 @@ class TokenFiles:
         if not os.path.exists(paths[0]):
             names = sorted(map(os.path.dirname, glob.glob("*/prepare.py", root_dir=HERE)))
             remedy = f"use a directory that has it, or one of {', '.join(names)}"
-            script = os.path.join(directory, "prepare.py")
-            if os.path.exists(script):
-                remedy = f"prepare the data first: python {os.path.relpath(script)}"
+            if os.path.relpath(directory, HERE) in names:
+                script = os.path.relpath(os.path.join(directory, "prepare.py"))
+                remedy = f"prepare the data first: python {script}"
             raise SystemExit(f"{paths[0]} is missing; {remedy}")
         self.files = [open_tokens(path) for path in paths]
         # the last target lies beyond the last input: n windows take n * block_size + 1 tokens
         windows = [max(0, len(tokens) - 1) // block_size for tokens in self.files]
         self.starts = np.cumsum([0] + windows)
         if len(self) < 1:
-            raise SystemExit(f"{paths[0]}: {sum(map(len, self.files))} tokens, needs at least "
-                             f"{block_size + 1}; use a smaller --block_size than {block_size}")
+            longest = max(map(len, self.files))
+            remedy = f"use --block_size={longest - 1}" if longest > 1 else "prepare more text"
+            raise SystemExit(f"{paths[0]}: {longest} tokens, needs at least {block_size + 1}; "
+                             f"{remedy}")
         for path, tokens in zip(paths, self.files):
             self.check(tokens[:1 << 26], path)  # a wrong tokenizer shows at once
 
@@ -122,7 +124,7 @@ def open_tokens(path):
         dtype, offset, n = DTYPE_OF_MAGIC[int(head[0])], HEADER_BYTES, int(head[2])
     if size != offset + n * dtype.itemsize:
         raise SystemExit(f"{path}: {size} bytes, not {offset} and a whole number of "
-                         f"{dtype.itemsize}-byte tokens ({n}); it is truncated, prepare it again")
+                         f"{dtype.itemsize}-byte tokens ({n}); it is damaged, prepare it again")
     if n == 0:  # nothing to map
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r", offset=offset)
@@ -178,7 +180,7 @@ def read_meta(directory):
         with open(path, "rb") as f:
             meta = json.load(f) if path.endswith(".json") else SafeUnpickler(f).load()
         vocab_size = meta.get("vocab_size", 1)
-        if type(vocab_size) is not int or vocab_size < 1:
+        if type(vocab_size) is not int or not 1 <= vocab_size < 2**24:  # the largest has a million
             raise ValueError(f"vocab_size is {vocab_size!r}")
         if "itos" in meta:
             chars = [meta["itos"][i] for i in range(meta["vocab_size"])]

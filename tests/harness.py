@@ -3,26 +3,31 @@ Run commands as a user would, and functions on several ranks; for these tests an
 
     p = python("train.py", "config/quickstart.py")      # CompletedProcess with text
     p = torchrun(2, "train.py", "--strategy=ddp")
+    p = script("data/prepare.py", "--help")              # in this process, without its imports
     p = Ranks(2, function, *args).finish()               # function(*args) on 2 ranks
     results = on_ranks(2, {"name": (function, kwargs)})  # what it returned on each rank
     assert values(results, "name") == [0, 1]
 
 Ranks are forked from a server process that has imported everything: a second a launch instead of
 the five that torchrun and the imports take. They get torchrun's environment and store, gloo on
-CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is left behind.
+CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is left behind. As
+they import your file, a script needs `if __name__ == "__main__":` around what it starts.
 """
 
+import importlib
+import io
 import json
 import multiprocessing.connection
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from functools import partial
 from unittest.mock import patch
@@ -35,10 +40,22 @@ import torch.distributed as dist
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
 
+import configurator  # noqa: E402
+
+file_beside_model_py = configurator.model_file
+
+
+def model_file(name):
+    """--model=moe lies in tests/."""
+    return importlib.import_module("moe") if name == "moe" else file_beside_model_py(name)
+
+
+configurator.model_file = model_file  # now, before others import it from there
+
+import ranks  # noqa: E402
 import train  # noqa: E402
-from configurator import config_class, load_config, model_config, model_file  # noqa: E402
+from configurator import config_class, load_config, model_config  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from ranks import StopSignal, run  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # commands
@@ -47,7 +64,8 @@ from ranks import StopSignal, run  # noqa: E402
 def environment():
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher}
-    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
+    # the handler tells where a rank was when PyTorch's C++ aborted it
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE, "PYTHONFAULTHANDLER": "1"}
 
 
 def shell(*args, timeout=120, cwd=HERE, stdin="", env=None):
@@ -66,6 +84,21 @@ def shell(*args, timeout=120, cwd=HERE, stdin="", env=None):
 
 def python(*args, **kwargs):
     return shell(sys.executable, *args, **kwargs)
+
+
+def script(path, *args, **env):
+    """python(path, *args) in this process, which has imported what takes a new one seconds."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    own = dict(argv=[path, *map(str, args)], path=[*sys.path])
+    with (patch.multiple(sys, **own), patch.dict(os.environ, env), redirect_stdout(out),
+          redirect_stderr(err)):
+        try:
+            runpy.run_path(os.path.join(HERE, path), run_name="__main__")
+        except SystemExit as e:
+            code = int(bool(e.code))
+            if isinstance(e.code, str):
+                print(e.code, file=sys.stderr)
+    return subprocess.CompletedProcess(path, code, out.getvalue(), err.getvalue())
 
 
 def torchrun(n, *args, **kwargs):
@@ -143,8 +176,8 @@ class Ranks:
             open(os.path.join(self.logs.name, name), "w").close()
         for rank in range(world):
             own = {**env, "RANK": rank, "LOCAL_RANK": rank} if env else {}
-            p = server.Process(target=forked, args=(own, self.logs.name, function, args),
-                               daemon=True)  # ended with pytest, at the latest
+            told = (own, self.logs.name, configurator.HERE, function, args)
+            p = server.Process(target=forked, args=told, daemon=True)  # ends with pytest, at last
             p.start()
             self.ranks.append(p)
 
@@ -175,13 +208,15 @@ class Ranks:
         return subprocess.CompletedProcess("", code, out, err)
 
 
-def forked(env, logs, function, args):
+def forked(env, logs, models, function, args):
     for fd, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(os.path.join(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.environ.update({k: str(v) for k, v in env.items()})
+    configurator.HERE = models  # what the fixture `models` has set
     os.chdir(HERE)
     torch.set_num_threads(1)
-    run(function, *args)
+    ranks.PARENT = os.getppid()  # not that of the server, which imported it
+    ranks.run(function, *args)
 
 
 def on_ranks(world, cases, timeout=600):
@@ -195,11 +230,15 @@ def on_ranks(world, cases, timeout=600):
     while len(results) < len(cases):
         left = {name: case for name, case in cases.items() if name not in results}
         with tempfile.TemporaryDirectory() as out:
-            p = Ranks(world, run_cases, left, out, alone=False).finish(timeout)
+            try:
+                p = Ranks(world, run_cases, left, out, alone=False).finish(timeout)
+                said = f"{p.stdout}\n{p.stderr}"
+            except pytest.fail.Exception as e:  # one hung; those before it have ended
+                said = str(e)
             for name in left:
                 files = [os.path.join(out, f"{name}-{rank}.json") for rank in range(world)]
                 if not all(map(os.path.exists, files)):
-                    results[name] = [{"error": f"{p.stdout}\n{p.stderr}"}]
+                    results[name] = [{"error": said}]
                     break
                 results[name] = [json.load(open(file)) for file in files]
     return results
@@ -301,7 +340,7 @@ def run_training(tmp, name, **overrides):
     finally:  # the process goes on: pytest's, or a rank with more cases
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        StopSignal.number = 0
+        ranks.StopSignal.number = 0
     return [r for r in read_metrics(out) if "loss" in r]
 
 

@@ -109,7 +109,6 @@ def case_chunks(tmp, **keys):
 CHUNKED = {f"{strategy}-{dtype}": dict(strategy=strategy, dtype=dtype, compile=False,
                                        shard_group_size=2 * (strategy == "hybrid_shard"))
            for strategy in STRATEGIES[1:] for dtype in ("float32", "bfloat16")}
-CHUNKED["llama"] = dict(strategy="full_shard", model="llama")
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +170,8 @@ def test_activations_offload_moves_the_blocks_inputs_and_no_weights(tmp, dtype):
     packed = [t for t in packed if t.numel()]  # checkpoint saves an empty tensor too
     assert [t.data_ptr() for t in packed] == [x.data_ptr() for x in inputs]
     assert [t.nbytes for t in packed] == 3 * [2 * 16 * 30 * 4]
-    for other in (dict(activation_checkpointing="full"), {}):
-        expected, _, packed, _ = backward(tiny(tmp, **other), dtype)
+    for how in ("full", "selective", "none"):
+        expected, _, packed, _ = backward(tiny(tmp, activation_checkpointing=how), dtype)
         assert packed == []
         assert all(map(torch.equal, grads, expected))
 
@@ -187,9 +186,9 @@ def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
 # what else changes how a step's numbers are kept and sent
 
 
-def case_reduce(tmp, reduce_dtype):
+def case_reduce(tmp, **keys):
     """Gradients of one step by ddp in reduce_dtype, and the dtypes that were all-reduced."""
-    cfg = tiny(tmp, strategy="ddp", reduce_dtype=reduce_dtype, grad_clip=0.0)
+    cfg = tiny(tmp, strategy="ddp", grad_clip=0.0, **keys)
     world = ranks.setup(cfg.device, cfg.backend)
     cfg = resolve(cfg, world)
     wrapped, model, _ = train.build(cfg, world)
@@ -206,7 +205,10 @@ def case_reduce(tmp, reduce_dtype):
 
 def test_ddp_reduces_in_reduce_dtype_without_nccl(tmp):
     dtypes = ("float32", "bfloat16", "float16")
-    results = on_ranks(2, {d: (case_reduce, dict(tmp=tmp, reduce_dtype=d)) for d in dtypes})
+    cases = {d: (case_reduce, dict(tmp=tmp, reduce_dtype=d)) for d in dtypes}
+    cases["mixed"] = case_reduce, dict(tmp=tmp, reduce_dtype="float16", dtype="bfloat16")
+    results = on_ranks(2, cases)
+    assert values(results, "mixed")[0][0] == ["torch.float16"]
     exact = values(results, "float32")[0][1]
     for dtype, precision in (("bfloat16", 2**-7), ("float16", 2**-9)):
         a, b = values(results, dtype)

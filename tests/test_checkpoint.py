@@ -15,12 +15,12 @@ import re
 import shutil
 import zlib
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import (
-    HERE,
     Ranks,
     arguments,
     assert_same_weights,
@@ -28,10 +28,10 @@ from harness import (
     losses,
     make_data,
     on_ranks,
-    python,
     read_ckpt,
     read_metrics,
     resident,
+    script,
     tiny,
     trained,
     values,
@@ -98,7 +98,7 @@ def assert_equal(a, b, where="ckpt"):
 
 
 def make_full(out):
-    p = python("checkpoint.py", "full", out)
+    p = script("checkpoint.py", "full", out)
     assert p.returncode == 0, p.stderr
     return p.stdout
 
@@ -131,25 +131,21 @@ def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
     assert iters == list(range(18))  # appended without duplicates
 
 
-@pytest.mark.parametrize("world, kind, model", [
-    (1, "full", "gpt2"), (2, "full", "gpt2"), (2, "sharded", "gpt2"),
-    (2, "full", "llama"), (2, "sharded", "llama")])
-def test_checkpoint_resume_is_bitwise(tmp, world, kind, model):
-    """30 = 15 + 15 steps, with dropout where there is one, evaluation at another interval."""
-    whole, parts = (os.path.join(tmp, f"resume-{world}-{kind}-{model}-{name}")
+@pytest.mark.parametrize("world, kind", [(1, "full"), (2, "full"), (2, "sharded")])
+def test_checkpoint_resume_is_bitwise(tmp, world, kind):
+    """12 = 6 + 6 steps, with dropout, evaluation at another interval."""
+    whole, parts = (os.path.join(tmp, f"resume-{world}-{kind}-{name}")
                     for name in ("whole", "parts"))
-    run = dict(model=model, checkpoint=kind, gradient_accumulation_steps=2)
-    if model == "gpt2":
-        run["dropout"] = 0.1
-    launch(world, arguments(tmp, whole, max_iters=30, eval_interval=30, **run))
-    launch(world, arguments(tmp, parts, max_iters=15, eval_interval=4, **run))
+    run = dict(checkpoint=kind, gradient_accumulation_steps=2, dropout=0.1)
+    launch(world, arguments(tmp, whole, max_iters=12, eval_interval=12, **run))
+    launch(world, arguments(tmp, parts, max_iters=6, eval_interval=4, **run))
     run.update(init_from="resume")
-    p = launch(world, arguments(tmp, parts, max_iters=30, eval_interval=7, **run))
-    assert "at step 15" in p.stdout
+    p = launch(world, arguments(tmp, parts, max_iters=12, eval_interval=5, **run))
+    assert "at step 6" in p.stdout
     assert losses(parts) == losses(whole)
     if kind == "sharded":
         kept = sorted(d for d in os.listdir(parts) if d.startswith("step-"))
-        assert kept == ["step-000000028", "step-000000030"]  # keep_checkpoints=2
+        assert kept == ["step-000000010", "step-000000012"]  # keep_checkpoints=2
         make_full(whole)
         make_full(parts)
     a, b = read_ckpt(whole), read_ckpt(parts)
@@ -229,7 +225,7 @@ def test_checkpoint_has_nanogpts_layout(tmp):
     launch(1, arguments(tmp, out, max_iters=2, bias=False))
     ckpt = read_ckpt(out)
     theirs = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
-    assert ckpt.keys() == theirs | {"param_names", "run", "scaler"}
+    assert ckpt.keys() == theirs | {"param_names", "run", "scaler", "meta"}
     assert list(ckpt["model_args"])
     assert ckpt["iter_num"] == 2
     assert ckpt["config"]["n_layer"] == 3
@@ -246,13 +242,13 @@ def test_checkpoint_has_nanogpts_layout(tmp):
 
 
 def test_checkpoint_of_nanogpt_is_resumed(tmp):
-    """Theirs: _orig_mod. prefixes, causal masks, no parameter names; optimizer included."""
+    """Theirs: prefixes of DDP and compile, causal masks, no parameter names; optimizer included."""
     out, whole = os.path.join(tmp, "from-nanogpt"), os.path.join(tmp, "from-nanogpt-whole")
     launch(1, arguments(tmp, out, max_iters=3, bias=False))
     ckpt = read_ckpt(out)
-    weights = {"_orig_mod." + name: tensor for name, tensor in ckpt["model"].items()}
+    weights = {"module._orig_mod." + name: tensor for name, tensor in ckpt["model"].items()}
     for i in range(3):
-        weights[f"_orig_mod.transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16)
+        weights[f"module._orig_mod.transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16)
     theirs = {key: ckpt[key] for key in ("optimizer", "model_args", "iter_num", "config")}
     theirs.update(model=weights, best_val_loss=torch.tensor(9.0))
     torch.save(theirs, os.path.join(out, "ckpt.pt"))
@@ -277,9 +273,8 @@ ModelConfig, Model = model.GPTConfig, Untied
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_checkpoint_of_an_untied_model_has_its_head(tmp, tmp_path, monkeypatch, kind):
-    (tmp_path / "untied.py").write_text(UNTIED)
-    monkeypatch.syspath_prepend(tmp_path)  # the forked ranks get it too
+def test_checkpoint_of_an_untied_model_has_its_head(tmp, tmp_path, models, kind):
+    (models / "untied.py").write_text(UNTIED)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = dict(model="untied", checkpoint=kind)
     launch(1, arguments(tmp, whole, max_iters=4, **run))
@@ -298,7 +293,7 @@ def test_checkpoint_of_an_untied_model_has_its_head(tmp, tmp_path, monkeypatch, 
 
 
 def case_both_kinds(tmp, out, freeze):
-    """The same state, saved full and sharded."""
+    """The same state, saved full and sharded; are the collectives of reading patient?"""
     world, cfg, wrapped, model, optimizer = built(tmp, strategy="full_shard", freeze=freeze)
     one_step(world, cfg, wrapped, model, optimizer)
     saver = checkpoint.Saver(out, world)
@@ -307,14 +302,17 @@ def case_both_kinds(tmp, out, freeze):
     saver.cfg = replace(cfg, checkpoint="sharded")
     save(saver, model, optimizer, 1)
     saver.finish(wait=True)
-    return complete(out)
+    with (patch.object(checkpoint, "mean", wraps=checkpoint.mean) as mean,
+          patch.object(checkpoint, "patient_group", wraps=checkpoint.patient_group) as patient):
+        checkpoint.load(checkpoint.find(out, world), model, optimizer, world)
+    return complete(out), mean.call_args.kwargs["patient"], patient.call_count
 
 
 @pytest.mark.parametrize("freeze", ["", FREEZE])
 def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path, freeze):
     kwargs = dict(tmp=tmp, out=str(tmp_path), freeze=freeze)
     results = on_ranks(2, {"both": (case_both_kinds, kwargs)})
-    assert values(results, "both") == [["step-000000001"]] * 2
+    assert values(results, "both") == [[["step-000000001"], True, 1]] * 2
     assert "step-000000001" in make_full(tmp_path)
     ours, direct = read_ckpt(tmp_path), read_ckpt(tmp_path, "direct.pt")
     kinds = [ckpt["config"].pop("checkpoint") for ckpt in (ours, direct)]
@@ -327,7 +325,7 @@ def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path, freeze)
 
 
 def test_checkpoint_command_without_a_sharded_one_is_one_clear_line(tmp, tmp_path):
-    p = python("checkpoint.py", "full", tmp_path)
+    p = script("checkpoint.py", "full", tmp_path)
     assert p.returncode == 1
     assert p.stderr == f"{tmp_path}: no checkpoint there\n"
     launch(1, arguments(tmp, tmp_path, max_iters=1))
@@ -678,6 +676,23 @@ def test_run_does_not_follow_a_link_in_place_of_its_lock(tmp, tmp_path):
     assert p.stderr.count("\n") == 1 and precious.read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind, link", [("full", "ckpt.pt.tmp"), ("full", "ckpt.pt"),
+                                        ("sharded", "step-000000001")])
+def test_run_does_not_follow_a_link_in_place_of_what_it_writes(tmp, tmp_path, kind, link):
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.mkdir()
+    (precious / "mine").write_text("mine")
+    world, cfg, _, model, optimizer = built(tmp, checkpoint=kind)
+    saver = checkpoint.Saver(str(out), world)
+    saver.claim(cfg, None)
+    (out / link).symlink_to(precious if kind == "sharded" else precious / "mine")
+    save(saver, model, optimizer, 1)
+    saver.finish(wait=True)
+    assert os.listdir(precious) == ["mine"] and (precious / "mine").read_text() == "mine"
+    assert checkpoint.find(str(out), world).header["iter_num"] == 1
+    assert not any(path.is_symlink() for path in out.iterdir())
+
+
 def test_run_has_an_id_in_all_that_it_writes(tmp):
     out = os.path.join(tmp, "ids")
     launch(1, arguments(tmp, out, max_iters=2))
@@ -708,10 +723,11 @@ def test_run_resumed_otherwise_says_what_differs(tmp):
     run = dict(init_from="resume", log_interval=2, eval_interval=3, max_iters=3)
     p = launch(1, arguments(tmp, out, **run))
     assert "differs" not in p.stdout
-    run.update(max_iters=4, seed=7, batch_size=3, beta2=0.9)
+    run.update(max_iters=4, seed=7, batch_size=3, beta2=0.9, dropout=0.1, block_size=8)
     p = launch(1, arguments(tmp, out, **run))
     assert f"this run differs from that of {out}/ckpt.pt: " in p.stdout
-    assert ": batch_size=3 (was 2), seed=7 (was 1337), beta2=0.9 (was 0.95)\n" in p.stdout
+    assert (": batch_size=3 (was 2), seed=7 (was 1337), beta2=0.9 (was 0.95), block_size=8 (was "
+            "16), dropout=0.1 (was 0.0)\n") in p.stdout
 
 
 def test_run_resumed_with_another_vocabulary_names_a_remedy_that_works(tmp):
@@ -876,6 +892,99 @@ def test_damage_a_file_of_another_step_or_none_is_noticed(sound, tmp_path, name)
     assert checkpoint.find(str(out), World()).header["iter_num"] == 2
 
 
+def resumed(tmp, out, **overrides):
+    """What a run with init_from=resume begins with: (model, optimizer)."""
+    cfg = resolve(tiny(tmp, **{"out_dir": str(out), "init_from": "resume", **overrides}), World())
+    cfg, source, _ = train.choose_start(cfg, World())
+    return train.build(cfg, World(), source)[1:]
+
+
+def with_weight(change):
+    """An edit of ckpt.pt: another value of its last layer's first matrix."""
+    name = "transformer.h.2.attn.c_attn.weight"
+    return lambda ckpt: ckpt["model"].update({name: change(ckpt["model"][name])})
+
+
+ODD = [  # an edit of ckpt.pt, what the line says
+    (lambda c: c["config"].update(model=5), "its model is 5"),
+    (lambda c: c["config"].update(dataset=5), "its dataset is 5"),
+    (lambda c: c["config"].update(model="out-x.evil"), "model='out-x.evil': gpt2 is model.py, any"),
+    (lambda c: c["config"].update(seed=RunsCode("ran")), "more in it than tensors and plain value"),
+    (lambda c: c["model_args"].update(vocab_size="67"), "vocab_size='67' must be a whole number"),
+    (lambda c: c["model_args"].update(n_embd=30.5), "n_embd=30.5 must be a whole number"),
+    (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),
+     "model.transformer.h.3.ln_1.weight is none of this model's parameters"),
+    (with_weight(torch.Tensor.int), "no dense tensor of floats, but torch.int32"),
+    (with_weight(torch.Tensor.bool), "no dense tensor of floats, but torch.bool"),
+    (with_weight(torch.Tensor.to_sparse), "no dense tensor of floats, but torch.float32, torch.sp"),
+    (with_weight(lambda w: w * torch.nan), "has numbers that are not finite"),
+    (lambda c: c["optimizer"]["state"][0]["exp_avg"].fill_(torch.inf), "that are not finite")]
+
+
+@pytest.mark.parametrize("edit, message", ODD)
+def test_damage_of_what_a_full_one_means_is_one_clear_line(sound, tmp, tmp_path, edit, message):
+    ckpt = read_ckpt(sound["full"][0])
+    edit(ckpt)
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    with pytest.raises(SystemExit) as e:
+        resumed(tmp, tmp_path)
+    assert message in e.value.code and "\n" not in e.value.code
+    assert "weights_only" not in e.value.code
+
+
+@pytest.mark.parametrize("edit, anew", [
+    (lambda state: None, 0), (lambda state: state.pop(3), 1), (dict.clear, 40),
+    (lambda state: state[3].pop("exp_avg_sq"), 1)])
+def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, capsys, edit, anew):
+    ckpt = read_ckpt(sound["full"][0])
+    edit(ckpt["optimizer"]["state"])
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    model, optimizer = resumed(tmp, tmp_path)
+    line = f"{tmp_path}/ckpt.pt lacks optimizer state of {anew} parameters that train now; "
+    assert (line in capsys.readouterr().out) == (anew > 0)
+    assert len(optimizer.state) == 40 - anew
+    model(*torch.ones(2, 1, 4, dtype=torch.long))[1].backward()
+    optimizer.step()
+
+
+def test_checkpoint_that_is_pruned_while_it_is_opened_is_one_clear_line(sound, tmp_path):
+    """As when sample.py or the command reads beside a run that saves."""
+    out = tmp_path / "out"
+    shutil.copytree(sound["sharded"][0], out)
+    source = checkpoint.find(str(out), World())
+    shutil.rmtree(source.path)
+    line = f"{source.path} was removed or damaged while it was read, maybe by the run that saves"
+    with pytest.raises(SystemExit, match=line):
+        source.get("model.transformer.wte.weight")
+    with pytest.raises(SystemExit, match=line):
+        checkpoint.load(source, GPT(GPTConfig(**source.header["model_args"])), None, World())
+
+
+def case_not_finite(tmp, out, **overrides):
+    """A save when one rank's rows have an infinite number."""
+    world, cfg, wrapped, model, optimizer = built(tmp, keep_checkpoints=1, **overrides)
+    one_step(world, cfg, wrapped, model, optimizer)
+    saver = checkpoint.Saver(out, world)
+    saver.claim(cfg, None)
+    save(saver, model, optimizer, 1)
+    state = optimizer.state[model.transformer.wte.weight]["exp_avg"]
+    if world.rank == 1:
+        checkpoint.local(state)[-1, -1] = torch.inf
+    try:
+        save(saver, model, optimizer, 2)
+    except SystemExit as e:
+        return e.code, checkpoint.find(out, world).header["iter_num"]
+
+
+@pytest.mark.parametrize("strategy, kind", [("ddp", "full"), ("full_shard", "sharded")])
+def test_checkpoint_that_is_not_finite_is_never_saved(tmp, tmp_path, strategy, kind):
+    """Whoever has it, no rank saves: by a stop signal too, before the loss shows it."""
+    kwargs = dict(tmp=tmp, out=str(tmp_path), strategy=strategy, checkpoint=kind)
+    for code, kept in values(on_ranks(2, {"save": (case_not_finite, kwargs)}), "save"):
+        assert code.startswith("weights or optimizer state are not finite after step 2 and are not")
+        assert kept == 1
+
+
 # -----------------------------------------------------------------------------
 # nothing runs
 
@@ -929,9 +1038,9 @@ def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack, message):
     del header["checksum"]
     (step / "header.json").write_text(checkpoint.sealed(header))
     resume = arguments(tmp, out, init_from="resume", max_iters=6)
-    for script, argv in [(train, resume), (sample, [f"--out_dir={out}"]),
-                         (checkpoint, ["full", str(out)])]:
-        p = Ranks(1, script.main, argv).finish()
+    for file, argv in [(train, resume), (sample, [f"--out_dir={out}"]),
+                       (checkpoint, ["full", str(out)])]:
+        p = Ranks(1, file.main, argv).finish()
         assert p.returncode == 1 and message in p.stderr, p.stderr
         assert p.stderr.count("\n") == 1
     if message == RUNS:
@@ -939,6 +1048,19 @@ def test_security_metadata_runs_no_code(sound, tmp, tmp_path, attack, message):
         with pytest.raises(BaseException, match=f"{RUNS}|metadata is None"):  # 2.11 says less
             dcp.load({"model.x": torch.zeros(1)}, storage_reader=reader, no_dist=True)
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("name", ["../x.distcp", "/x.distcp"])
+def test_security_a_file_elsewhere_is_not_read(sound, tmp_path, name):
+    """Though both lists agree on it, and on its checksum."""
+    step = tmp_path / "step-000000004"
+    shutil.copytree(os.path.join(sound["sharded"][0], "step-000000004"), step)
+    header = header_of(step)
+    header["files"][name] = 0
+    del header["checksum"]
+    (step / "header.json").write_text(checkpoint.sealed(header))
+    with pytest.raises(ValueError, match="lists a file that is not beside it"):
+        checkpoint.open_sharded(str(step))
 
 
 def test_security_pytorch_alone_would_have_run_it(tmp_path):
@@ -991,7 +1113,7 @@ def case_huggingface(tmp, path):
     world = setup("cpu", "auto")
     cfg = tiny(tmp, strategy="full_shard", init_from=path)
     source = train.open_start(cfg, world)
-    cfg = resolve(with_model(cfg, source.header), world)
+    cfg = resolve(with_model(cfg, source), world)
     wrapped, _, _ = train.build(cfg, world, source)
     idx = torch.arange(20)[None]
     with fsdp.inference(wrapped):
@@ -1017,7 +1139,7 @@ def test_huggingface_in_and_out(tmp, tmp_path):
         assert (torch.tensor(logits) - expected).abs().max() < 1e-5
     out = tmp_path / "out"
     launch(1, arguments(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20))
-    p = python(os.path.join(HERE, "huggingface.py"), out, tmp_path / "back")
+    p = script("huggingface.py", out, tmp_path / "back")
     assert p.returncode == 0, p.stderr
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
     ckpt = read_ckpt(out)
@@ -1029,12 +1151,56 @@ def test_huggingface_in_and_out(tmp, tmp_path):
 
 def test_huggingface_bad_input_is_one_clear_line(tmp_path):
     pytest.importorskip("safetensors")
-    p = python("huggingface.py", tmp_path, tmp_path / "back")
+    p = script("huggingface.py", tmp_path, tmp_path / "back")
     assert p.returncode == 1
     assert p.stderr == f"{tmp_path}: no checkpoint there\n"
     assert not os.path.exists(tmp_path / "back")
     with pytest.raises(SystemExit, match="not a model in Hugging Face format"):
         open_pretrained(str(tmp_path))
+
+
+def stray_index(path):
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}')
+
+
+def edited(**values):
+    """An edit of config.json."""
+    def edit(path):
+        file = path / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    return edit
+
+
+def replaced(change):
+    """An edit of a weight in model.safetensors."""
+    def edit(path):
+        from safetensors.torch import load_file, save_file
+        tensors = load_file(path / "model.safetensors")
+        name = "transformer.h.2.ln_1.weight"
+        save_file({**tensors, name: change(tensors[name])}, path / "model.safetensors")
+    return edit
+
+
+@pytest.mark.parametrize("edit, message", [
+    (edited(n_embd=30.0, n_layer=3.0), None),
+    (replaced(torch.Tensor.double), None),
+    (edited(n_layer=2.5), "n_layer=2.5 must be a whole number"),
+    (edited(n_embd=1e9, n_head=1), "size calculation overflowed"),
+    (edited(n_layer=2), "is none of this model's parameters"),
+    (replaced(torch.Tensor.int), "transformer.h.2.ln_1.weight is I32, not floats"),
+    (replaced(torch.Tensor.bool), "transformer.h.2.ln_1.weight is BOOL, not floats"),
+    (replaced(lambda w: w * torch.nan), "has numbers that are not finite (NaN or infinity)"),
+    (stray_index, "model.safetensors.index.json names a file that is not beside it")])
+def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, message):
+    pytest.importorskip("safetensors")
+    export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    edit(tmp_path)
+    try:
+        resumed(tmp, "", init_from=str(tmp_path))
+        said = None
+    except (SystemExit, RuntimeError) as e:  # ranks.run makes a line of the overflow
+        said = str(e)
+    assert said == message if message is None else message in said and "\n" not in said
 
 
 def test_huggingface_out_without_biases_writes_zeros(tmp, tmp_path):

@@ -9,14 +9,16 @@ import glob
 import math
 import os
 import re
+import shutil
 import sys
 
 import pytest
 import torch
-from harness import HERE, python, tiny
+from harness import HERE, script, tiny
 
 import train
-from configurator import Config, config_class, fields, load_config, resolve
+from checkpoint import Source
+from configurator import Config, config_class, fields, load_config, resolve, with_model
 from optimizer import learning_rate_at
 from ranks import World
 
@@ -44,6 +46,9 @@ def one_line(function, *args):
     (["--n_layer=True"], "whole number"),
     (["--n_layer"], "--n_layer=value"),
     (["--n_layer=0"], "n_layer=0 must be at least 1"),
+    (["--n_layer=1e9"], "n_layer=1000000000 must be at most 10000"),
+    (["--out_dir="], "--out_dir=: out_dir='' must be a name or a path"),
+    (["--dataset="], "--dataset=: dataset='' must be a name or a path"),
     (["--batch_size=0"], "batch_size=0 must be a whole number, at least 1"),
     (["--dropout=1.0"], "dropout=1.0 must be .*below 1"),
     (["--beta1=1.0"], "beta1=1.0 must be .*below 1"),
@@ -62,6 +67,7 @@ def test_config_bad_flag_is_one_clear_line(argv, message):
     ("n_layer = 'twelve'", "whole number"),
     ("n_layer = (", "SyntaxError"),
     ("compile = 1", "True or False"),
+    ("exit()", "SystemExit: None"),
 ])
 def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
     path = tmp_path / "c.py"
@@ -69,6 +75,12 @@ def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
     said = one_line(load_config, [str(path)])
     assert message in said
     assert str(path) in said
+
+
+def test_config_absurd_depth_of_a_checkpoint_is_refused_before_it_is_built(tmp):
+    header = {"config": {}, "model_args": {"n_layer": 10**7}}
+    source = Source("ckpt.pt", header)
+    assert "n_layer=10000000 must be at most 10000" in one_line(with_model, tiny(tmp), source)
 
 
 def test_config_order_and_types(tmp_path):
@@ -87,7 +99,7 @@ def test_config_order_and_types(tmp_path):
 
 
 def test_config_help_lists_every_key():
-    text = python("train.py", "--help").stdout
+    text = script("train.py", "--help").stdout
     for f in fields(config_class("gpt2")):
         default = re.search(rf"^  --{f.name}=(\S+)", text, re.M)
         assert default, f.name
@@ -134,10 +146,9 @@ class Model:
 
 
 @pytest.fixture
-def other(tmp_path, monkeypatch):
+def other(models):
     """--model=other_model"""
-    (tmp_path / "other_model.py").write_text(OTHER)
-    monkeypatch.syspath_prepend(tmp_path)
+    (models / "other_model.py").write_text(OTHER)
     yield "--model=other_model"
     sys.modules.pop("other_model", None)
     config_class.cache_clear()
@@ -153,18 +164,94 @@ def test_config_model_brings_its_own_keys(other):
     ["OTHER", "--n_layer=2"],
     ["--n_layer=2", "OTHER"],
     ["--n_kv_head=4"],  # of other_model, not of gpt2
-    ["--model=gpt2", "--n_kv_head=4", "OTHER"],
 ])
 def test_config_key_of_another_model_is_refused(other, argv):
     said = one_line(load_config, [other if arg == "OTHER" else arg for arg in argv])
     assert re.search(r"(n_layer|n_kv_head).*\(model=(gpt2|other_model)\)", said)
 
 
-@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", ".."])
-def test_config_unknown_model_is_one_clear_line(name):
-    said = one_line(load_config, [f"--model={name}"])
-    assert said.startswith(f"model={name!r}: ")
-    assert "ModelConfig" in said
+@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "train", "", "..", "/model",
+                                  "out_x.evil", "evil"])
+def test_config_unknown_model_is_one_clear_line(tmp_path, monkeypatch, capsys, name):
+    """It is not imported: not from a package, not from what else Python finds."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "out_x").mkdir()
+    for file in ("out_x/evil.py", "evil.py"):
+        (tmp_path / file).write_text("print('evil runs')")
+    for function, argv in ((load_config, [f"--model={name}"]), (train.main, [f"--model={name}"]),
+                           (train.main, [f"--model={name}", "--help"])):
+        said = one_line(function, argv)
+        assert said.startswith(f"model={name!r}: ")
+        assert "ModelConfig" in said
+    assert capsys.readouterr().out == ""
+
+
+ODD = '''
+from dataclasses import dataclass
+from typing import Literal
+
+class Model:
+    pass
+
+@dataclass
+class ModelConfig:
+    """A docstring, with a line of its own.
+
+    width: its width
+    """
+    # --- model odd
+    block_size: int = 8  # context length in tokens
+
+    bias: float = -1.5  # which may
+    #   be negative
+    kind: Literal["a", "b"] = "a"
+
+    def __post_init__(self):
+        pass
+'''
+
+
+@pytest.fixture
+def odd(models):
+    """odd(before, after): --model=odd, with another text in its file."""
+    def make(before="", after=""):
+        assert before in ODD
+        (models / "odd.py").write_text(ODD.replace(before, after))
+        return "--model=odd"
+    yield make
+    sys.modules.pop("odd", None)
+    config_class.cache_clear()
+
+
+@pytest.mark.parametrize("before, after, message", [
+    ("block_size: int = 8", "momentum: float = 0.5", "every run has a key momentum; rename Model"),
+    ("block_size: int = 8", "dtype: str = 'x'", "every run has a key dtype; rename ModelConfig's"),
+    ("\nfrom dataclasses", "from __future__ import annotations\nfrom dataclasses",
+     "ModelConfig.block_size, a 'int', must be an int, .* without from __future__ import annot"),
+    ("int = 8", "int | None = 8", r"ModelConfig.block_size, a int \| None, must be an int, float"),
+    ("int = 8", "tuple = (8,)", "ModelConfig.block_size, a <class 'tuple'>, must be an int"),
+    ('Literal["a", "b"] = "a"', "Literal[1, 2] = 1", "ModelConfig.kind, .* or Literal of strings"),
+    ("int = 8", "int", "ModelConfig.block_size, .* with a default"),
+    ("@dataclass\n", "", "ModelConfig must be a @dataclass")])
+def test_config_a_model_files_odd_key_is_one_clear_line(odd, before, after, message):
+    said = one_line(load_config, [odd(before, after)])
+    assert re.search("model='odd': .*" + message, said), said
+
+
+def test_config_a_model_files_own_keys(odd, capsys):
+    model = odd()
+    cfg = load_config([model, "--bias=-2", "--kind=b"])
+    assert (cfg.bias, cfg.kind) == (-2.0, "b")
+    assert "must be a finite number" in one_line(load_config, [model, "--bias=nan"])
+    assert "one of 'a', 'b'" in one_line(load_config, [model, "--kind=c"])
+    said = one_line(load_config, ["--kind=b", model])
+    assert said == "--kind=b: model=gpt2 has no key kind; --model comes first"
+    train.main([model, "--help"])
+    text = capsys.readouterr().out
+    keys = (r"^model odd\n  --block_size=8\n +context length in tokens\n"
+            r"  --bias=-1.5\n +which may\n +be negative\n  --kind=")
+    assert re.search(keys, text, re.M)
+    assert "docstring" not in text and "width" not in text and "post_init" not in text
 
 
 def test_config_help_lists_the_keys_of_model(other, capsys):
@@ -224,6 +311,25 @@ def test_config_combination_without_meaning_is_one_clear_line(tmp, world, overri
 def test_config_resolve_spells_out_the_defaults(tmp, world, overrides, expected):
     cfg = resolve(tiny(tmp, **overrides), world, world.size > 1)
     assert {key: getattr(cfg, key) for key in expected} == expected
+    assert resolve(tiny(tmp), ONE, True).strategy == "full_shard"  # torchrun of one process
+
+
+@pytest.mark.parametrize("fast, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_config_auto_dtype_of_a_cpu_is_what_it_is_fast_at(tmp, monkeypatch, fast, dtype):
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, probe, lambda: fast)
+    assert resolve(tiny(tmp, dtype="auto"), ONE).dtype == dtype
+
+
+def test_config_compile_on_a_cpu_asks_for_a_compiler(tmp, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install g++" in one_line(resolve, tiny(tmp, compile=True), ONE)
+
+
+def test_config_of_a_checkpoint_has_its_sizes_and_this_runs_dropout(tmp):
+    header = dict(config={}, model_args=dict(n_layer=2, dropout=0.0))
+    cfg = with_model(tiny(tmp, dropout=0.3), Source("ckpt.pt", header))
+    assert (cfg.n_layer, cfg.dropout) == (2, 0.3)
 
 
 def test_config_schedule_of_the_learning_rate(tmp):

@@ -1,10 +1,12 @@
 """Data: the order of windows, formats and vocabularies (loader.py), and any text (prepare.py)."""
 
 import csv
+import importlib
 import json
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -13,8 +15,9 @@ from glob import glob
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
-from harness import HERE, environment, flags, python, shell, tiny
+from harness import HERE, Ranks, environment, flags, script, shell, tiny
 
 from data import loader
 from data.loader import TokenFiles
@@ -25,6 +28,7 @@ from ranks import World
 SHAKESPEARE = os.path.join(HERE, "..", "shared", "data", "tinyshakespeare.txt")
 VOCABULARY = os.path.abspath(os.path.join(HERE, "..", "shared", "tiktoken"))
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
+os.environ.update(OFFLINE)  # before `datasets` is imported, which looks once
 DATASETS = sorted(map(os.path.dirname, glob("*/prepare.py", root_dir=os.path.join(HERE, "data"))))
 
 
@@ -118,7 +122,7 @@ def test_llmc_headers_and_shards(tmp_path, magic, dtype):
         assert files.batch([window])[0][0].tolist() == shards[shard][start:start + 16].tolist()
     with open(tmp_path / "fine_train_001.bin", "ab") as f:
         f.write(b"xx")
-    with pytest.raises(SystemExit, match="truncated"):
+    with pytest.raises(SystemExit, match="is damaged"):  # it has more than its header says
         TokenFiles(str(tmp_path), "train", 16, 200000)
 
 
@@ -128,9 +132,12 @@ def test_bad_files_are_one_clear_line(tmp_path):
     remedy = "python data/openwebtext/prepare.py"
     with pytest.raises(SystemExit, match=remedy if os.getcwd() == HERE else "prepare.py"):
         TokenFiles(os.path.join(HERE, "data", "openwebtext"), "nosuchsplit", 16, 67)
+    with pytest.raises(SystemExit, match="use a directory that has it"):
+        TokenFiles(os.path.join(HERE, "data"), "train", 16, 67)  # its prepare.py wants a name
     for data, message in [
-        (b"", "at least 17"),
-        (bytes(2 * 16), "at least 17"),
+        (b"", "0 tokens, needs at least 17; prepare more text"),
+        (bytes(2 * 1), "1 tokens, needs at least 17; prepare more text"),
+        (bytes(2 * 16), "16 tokens, needs at least 17; use --block_size=15"),
         (bytes(101), "whole number of 2-byte"),
         (np.full(100, 67, dtype=np.uint16).tobytes(), "beyond vocab_size=67"),
     ]:
@@ -177,7 +184,7 @@ def test_tokenizers_decode_what_they_encode():
 
 @pytest.mark.parametrize("name", ["", *DATASETS])
 def test_every_prepare_has_readable_help(name):
-    p = python(os.path.join("data", name, "prepare.py"), "--help", env={"COLUMNS": "100"})
+    p = script(os.path.join("data", name, "prepare.py"), "--help", COLUMNS="100")
     assert p.returncode == 0 and f"python {os.path.join('data', name, 'prepare.py')}" in p.stdout
     assert max(map(len, p.stdout.splitlines())) <= 100
     if name == "":
@@ -188,7 +195,7 @@ def test_every_prepare_has_readable_help(name):
 
 def test_stdlib_is_reproducible(tmp_path):
     for name in ("a", "b"):
-        p = python("data/python_stdlib/prepare.py", f"--out={tmp_path / name}")
+        p = script("data/python_stdlib/prepare.py", f"--out={tmp_path / name}")
         assert p.returncode == 0
     for file in ("train.bin", "val.bin", "meta.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
@@ -196,16 +203,38 @@ def test_stdlib_is_reproducible(tmp_path):
     assert b"def " in text and b"import " in text
     if sys.version_info[:2] == (3, 11):  # the numbers of its docstring
         found = [len(tokens_of(tmp_path / "a" / f"{split}.bin")) for split in ("train", "val")]
-        printed = python("data/python_stdlib/prepare.py", "--help").stdout
+        printed = script("data/python_stdlib/prepare.py", "--help").stdout
         assert [f"{n / 1e6:.2f}M" in printed for n in found] == [True, True], found
 
 
 def test_shakespeare_checks_the_sum(tmp_path):
     (tmp_path / "wrong.txt").write_text("To be")
-    p = python("data/shakespeare_char/prepare.py", f"--input={tmp_path / 'wrong.txt'}",
+    p = script("data/shakespeare_char/prepare.py", f"--input={tmp_path / 'wrong.txt'}",
                f"--out={tmp_path}")
     assert p.returncode == 1 and "sha256" in p.stderr and "Traceback" not in p.stderr
     assert not (tmp_path / "train.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["shakespeare_char", "python_stdlib"])
+@pytest.mark.parametrize("argv, message", [
+    (["--bogus"], "unrecognized arguments: --bogus"),
+    (["--out=/proc/x"], "cannot write /proc/x: No such file or directory; "),
+    (["--out=OUT"], "requested and"),  # on a full disk
+])
+def test_prepare_small_data_sets_bad_input_is_one_clear_line(tmp_path, name, argv, message):
+    argv = [arg.replace("OUT", str(tmp_path)) for arg in argv]
+    p = Ranks(1, prepare_small, name, argv).finish()
+    assert p.returncode == 1 and message in p.stderr and p.stderr.count("\n") == 1, p.stderr
+    assert p.stdout == "" and os.listdir(tmp_path) == []
+
+
+def prepare_small(name, argv):
+    """A data set's main on a disk that is full at 100,000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    module = importlib.import_module(f"data.{name}.prepare")
+    module.download = lambda path: "To be " * 20_000
+    sys.argv[1:] = argv
+    module.main(*([name, "", module.characters] if name == "shakespeare_char" else []))
 
 
 # -----------------------------------------------------------------------------
@@ -219,8 +248,8 @@ def documents(n=300):
 
 
 def prepare(sources, out, tokenizer="bytes", env=OFFLINE, **options):
-    return python("data/prepare.py", "x", *sources, f"--out={out}",
-                  *flags(tokenizer=tokenizer, **options), env=env)
+    return script("data/prepare.py", "x", *sources, f"--out={out}",
+                  *flags(tokenizer=tokenizer, **options), **env)
 
 
 def prepared(sources, out, **options):
@@ -314,9 +343,10 @@ def test_prepare_takes_patterns_but_first_a_file_of_exactly_that_name(tmp_path):
 def test_prepare_data_set_takes_local_files_instead_of_the_hubs(tmp_path):
     pytest.importorskip("datasets")
     row = dict(instruction="Say", input="it", output="x" * 20)
-    write_jsonl(tmp_path / "a.jsonl", [row] * 2)
-    p = python("data/alpaca/prepare.py", tmp_path / "a.jsonl", f"--out={tmp_path}",
-               "--tokenizer=bytes", env=OFFLINE)
+    write_jsonl(tmp_path / "a[1].jsonl", [row] * 2)
+    write_jsonl(tmp_path / "a1.jsonl", [])  # what the first would name as a pattern
+    p = script("data/alpaca/prepare.py", tmp_path / "a[1].jsonl", f"--out={tmp_path}",
+               "--tokenizer=bytes", **OFFLINE)
     assert p.returncode == 0, p.stderr
     tokens = tokens_of(tmp_path / "train.bin") + tokens_of(tmp_path / "val.bin")
     text = "### Instruction:\nSay\nit\n### Response:\n" + "x" * 20
@@ -330,22 +360,22 @@ def test_prepare_bpe_and_template(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"q": f"question {i}", "a": "answer"} for i in range(50)])
     parts = prepared([tmp_path / "a.jsonl"], tmp_path / "o", tokenizer="gpt2", env=env,
                      template="Q: {q}\\nA: {a}", val_fraction=0.2)
-    code = ("import tiktoken; encode = tiktoken.get_encoding('gpt2').encode_ordinary; "
-            "print([encode(f'Q: question {i}\\nA: answer') + [50256] for i in range(50)])")
-    expected = json.loads(python("-c", code, env=env).stdout)
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    expected = [encode(f"Q: question {i}\nA: answer") + [50256] for i in range(50)]
     assert sorted(sum(expected, [])) == sorted(parts[0] + parts[1])
     assert [d for d in expected if d == parts[0][:len(d)]]
-    p = python("data/shakespeare/prepare.py", f"--input={SHAKESPEARE}", f"--out={tmp_path / 's'}",
-               env=env)
+    p = script("data/shakespeare/prepare.py", f"--input={SHAKESPEARE}", f"--out={tmp_path / 's'}",
+               **env)
     assert "301,966" in p.stdout and "36,059" in p.stdout  # nanoGPT's numbers
 
 
 def test_prepare_template_writes_zero_and_leaves_out_null(tmp_path):
     pytest.importorskip("datasets")
-    write_jsonl(tmp_path / "a.jsonl", [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}])
-    train, val = prepared([tmp_path / "a.jsonl"], tmp_path / "o", template="{n}|{my text}")
+    path = tmp_path / "a[1].jsonl"  # a name, not a pattern
+    write_jsonl(path, [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}])
+    train, val = prepared([path], tmp_path / "o", template="{n}|{my text}")
     assert split_documents(train + val) == [b"0|", b"12|{n}"]
-    train, val = prepared([tmp_path / "a.jsonl"], tmp_path / "o2", column="n")
+    train, val = prepared([path], tmp_path / "o2", column="n")
     assert split_documents(train + val) == [b"0", b"12"]
 
 

@@ -26,6 +26,7 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import (
     HERE,
     Ranks,
@@ -40,7 +41,8 @@ from harness import (
     python,
     read_ckpt,
     read_metrics,
-    shell,
+    run_training,
+    script,
     start,
     torchrun,
     trained,
@@ -129,6 +131,25 @@ def test_fault_a_signal_to_torchrun_reaches_the_ranks(tmp):
     assert read_ckpt(out)["iter_num"] == len(losses(out)), text
 
 
+CTRL_C = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+
+
+def test_fault_ctrl_c_while_importing_says_nothing(tmp_path):
+    (tmp_path / "torch.py").write_text(CTRL_C)
+    p = start(1, [os.path.join(HERE, "train.py")], tmp_path, PYTHONPATH=str(tmp_path))
+    assert (finish(p), p.returncode) == ("", -signal.SIGINT)  # a shell's 130
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fault_ctrl_c_before_the_loop_says_nothing(tmp, tmp_path, world):
+    (tmp_path / "c.py").write_text(CTRL_C)
+    p = start(world, [*command(tmp, tmp_path / "out"), tmp_path / "c.py"], tmp_path)
+    text = finish(p, 120)
+    assert "KeyboardInterrupt" not in text and 'train.py", line' not in text, text
+    if world == 1:  # torchrun has its own report, and ends with 1
+        assert (text, p.returncode) == ("", -signal.SIGINT)
+
+
 def case_signal_to_one_rank():
     world = setup("cpu", "auto")
     stop, requested = StopSignal(world), []
@@ -167,7 +188,7 @@ def test_fault_nan_stops_all_ranks_and_keeps_the_checkpoint(tmp):
     launch(2, arguments(tmp, out, max_iters=2))
     before = contents(os.path.join(out, "ckpt.pt"))
     run = dict(max_iters=50, init_from="resume", learning_rate=1e18, min_lr=1e18, grad_clip=0.0)
-    p = torchrun(2, *command(tmp, out, **run))
+    p = trained(2, arguments(tmp, out, **run))
     assert p.returncode == 1
     # the training loss, before an evaluation could see it
     line = r"^loss is (?:nan|inf).* at step [34]: try a lower learning_rate"
@@ -175,15 +196,35 @@ def test_fault_nan_stops_all_ranks_and_keeps_the_checkpoint(tmp):
     assert contents(os.path.join(out, "ckpt.pt")) == before
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_fault_a_stop_signal_in_a_step_that_gave_nan_saves_nothing(tmp, monkeypatch, kind):
+    """The loss would show it later: it is logged every 5 steps."""
+    name, step = f"nan-and-signal-{kind}", train.train_step
+    run = dict(checkpoint=kind, keep_checkpoints=1)
+    launch(1, arguments(tmp, os.path.join(tmp, name), max_iters=2, **run))
+
+    def broken(wrapped, *args):
+        result = step(wrapped, *args)
+        next(wrapped.parameters()).data.fill_(float("nan"))
+        StopSignal.number = signal.SIGTERM
+        return result
+
+    monkeypatch.setattr(train, "train_step", broken)
+    with pytest.raises(SystemExit, match="not finite after step 3 and are not saved"):
+        run_training(tmp, name, init_from="resume", max_iters=9, log_interval=5, **run)
+    assert newest(os.path.join(tmp, name)) == 2
+
+
 def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
     out, whole = os.path.join(tmp, "dead"), os.path.join(tmp, "dead-whole")
     run = dict(max_iters=120, eval_interval=20, init_from="auto", gradient_accumulation_steps=2)
     launch(2, arguments(tmp, whole, **run))
-    p = start(2, command(tmp, out, **run), tmp, "--max-restarts=1")
+    # 3 restarts, not 1: once, on CI, PyTorch's C++ aborted a restarted rank too (exit code -6)
+    p = start(2, command(tmp, out, **run), tmp, "--max-restarts=3")
     wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 45,')
     os.kill(children(p.pid)[-1], signal.SIGKILL)
     text = finish(p, 120)
-    assert p.returncode == 0 and "starting from" in text, text
+    assert p.returncode == 0 and "starting from" in text, text[-6000:]  # where the error is
     assert losses(out) == losses(whole)
 
 
@@ -258,9 +299,7 @@ def test_fault_no_space_keeps_the_old_checkpoint(tmp):
     launch(1, arguments(tmp, out, max_iters=2))
     path = os.path.join(out, "ckpt.pt")
     before = contents(path)
-    # a limit on the size of files stands in for a full disk
-    args = " ".join([sys.executable, *command(tmp, out, max_iters=4, init_from="resume")])
-    p = shell("bash", "-c", f"ulimit -f 20; exec {args}")
+    p = Ranks(1, limited, 20_000, arguments(tmp, out, max_iters=4, init_from="resume")).finish()
     assert p.returncode == 1
     assert "cannot write" in p.stderr and "previous checkpoint is untouched" in p.stderr, p.stderr
     assert "Traceback" not in p.stderr, p.stderr
@@ -292,24 +331,14 @@ def test_fault_out_dir_that_cannot_be_made_is_one_line(tmp):
     (1, dict(freeze="("), "not a regular expression"),
     (1, dict(init_from="no/such/dir"), "init_from=no/such/dir"),
     (2, dict(gradient_accumulation_steps=3), "try 2 or 4"),
-    (2, dict(init_from="resume", out_dir="nothing-here"), "no checkpoint in out_dir"),
+    (2, dict(init_from="resume"), "no checkpoint in out_dir"),
     (2, dict(block_size=100000), "needs at least 100001"),
 ])
 def test_fault_bad_input_is_one_line_and_no_hang(tmp, world, overrides, message):
     if overrides.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is CUDA")
-    args = command(tmp, os.path.join(tmp, "bad"), **overrides)
-    if world == 1:
-        p = python(*args, cwd=tmp)
-    else:
-        p = torchrun(world, *args, cwd=tmp, timeout=60)
-    ours = [line for line in p.stderr.splitlines() if message in line]
-    assert p.returncode == 1 and len(ours) == 1, p.stderr
-    if world == 1:
-        assert p.stderr.strip() == ours[0].strip()
-        assert "Traceback" not in p.stderr
-    else:  # torchrun adds a report of its own, below
-        assert 'train.py", line' not in p.stderr, p.stderr
+    p = trained(world, arguments(tmp, os.path.join(tmp, "bad"), **overrides))
+    assert p.returncode == 1 and message in p.stderr and p.stderr.count("\n") == 1, p.stderr
 
 
 def test_fault_no_pickle_is_executed():
@@ -340,10 +369,10 @@ RUN = dict(max_iters=24, eval_interval=2, init_from="auto", gradient_accumulatio
            n_embd=120)
 
 
-def limited(bytes_, argv):
+def limited(bytes_, argv, main=train.main):
     """train.py on a disk that is full as soon as a file has so many bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, bytes_))
-    train.main(argv)
+    main(argv)
 
 
 def checkpoint_files(out):
@@ -451,7 +480,7 @@ def faults(n, seed=None):
                 shutil.rmtree(out)
                 launch(world, args)
             if kind == "sharded":
-                p = shell(sys.executable, "checkpoint.py", "full", out)
+                p = script("checkpoint.py", "full", out)
             assert os.path.exists(os.path.join(out, "ckpt.pt")), (story, os.listdir(out), p)
             ours, theirs = (read_ckpt(path)["model"] for path in (out, whole))
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), story
@@ -665,6 +694,22 @@ def test_fault_disk_full_at_one_rank_or_all(tmp, kind, limited_ranks):
     assert newest(out) == before == 2
 
 
+def dies_while_saving(argv):
+    def write_data(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1":
+        dcp.FileSystemWriter.write_data = write_data
+    train.main(argv)
+
+
+def test_fault_a_rank_that_dies_in_a_sharded_save_is_no_full_disk(tmp):
+    out = os.path.join(tmp, "dies-while-saving")
+    run = dict(checkpoint="sharded", max_iters=2, gradient_accumulation_steps=2)
+    p = Ranks(2, dies_while_saving, arguments(tmp, out, **run)).finish()
+    assert (p.returncode, p.stderr) == (signal.SIGKILL, ""), p.stderr
+
+
 def limited_at(ranks, bytes_, argv):
     limited(bytes_ if int(os.environ["RANK"]) in ranks else resource.RLIM_INFINITY, argv)
 
@@ -679,7 +724,7 @@ def test_fault_disk_full_for_metrics(tmp):
 def test_fault_disk_full_while_made_full(tmp):
     out = os.path.join(tmp, "disk-command")
     launch(1, arguments(tmp, out, max_iters=2, checkpoint="sharded"))
-    p = shell("bash", "-c", f"ulimit -f 20; exec {sys.executable} checkpoint.py full {out}")
+    p = Ranks(1, limited, 20_000, ["full", out], checkpoint.main).finish()
     assert p.returncode == 1
     assert re.fullmatch(r"cannot write \S+ckpt.pt: .*\n", p.stderr), p.stderr
     assert newest(out) == 2 and not glob.glob(os.path.join(out, "*.tmp"))
@@ -799,8 +844,10 @@ MISTAKES = {  # name: (overrides, or what makes them; what the line says)
     "meta float": (partial(data_with, meta={"vocab_size": 67.5}), "vocab_size is 67.5"),
     "meta null": (partial(data_with, meta={"vocab_size": None}), "vocab_size is None"),
     "meta zero": (partial(data_with, meta={"vocab_size": 0}), "vocab_size is 0"),
+    "meta huge": (partial(data_with, meta={"vocab_size": 10**12}), "vocab_size is 1000000000000"),
     "train.bin": (partial(data_with, directory="train.bin"), "train.bin: Is a directory"),
     "wide": (dict(n_embd=3 * 10**6), "out of memory: "),
+    "wider": (dict(n_embd=3 * 10**9), "out of memory: "),
     "batch": (dict(batch_size=10**10), "out of memory: "),
     "iter_num": (partial(checkpoint_with, iter_num=str), "its iter_num is '1'"),
     "config": (partial(checkpoint_with, config=list), "its config is ["),

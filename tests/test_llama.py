@@ -3,13 +3,14 @@ llama.py against transformers, in and out of Hugging Face's format; its tokenize
 
     python -m pytest -q tests/test_llama.py
 
-That it trains alike in every mode, and resumes, is in test_fsdp.py and test_checkpoint.py, whose
-tests take the model as a parameter.
+That it trains alike in every mode, resumes and generates is in test_contract.py.
 """
 
 import json
 import os
 import re
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,13 +19,12 @@ from harness import (
     Ranks,
     flags,
     launch,
-    losses,
     make_data,
     on_ranks,
     plain_model,
-    python,
     read_ckpt,
     resident,
+    script,
     tiny,
     trained,
     values,
@@ -32,6 +32,7 @@ from harness import (
 
 import checkpoint
 import fsdp
+import huggingface
 import metrics
 import sample
 import train
@@ -73,7 +74,7 @@ def opened(path):
     cfg = config_class("gpt2")(strategy="single", compile=False, init_from=str(path),
                                gradient_accumulation_steps=1, dtype="float32")
     source = train.open_start(cfg, World())
-    cfg = with_model(resolve(cfg, World()), source.header)
+    cfg = with_model(resolve(cfg, World()), source)
     model = train.meta_model(cfg)
     fsdp.parallelize(model, cfg, World())
     checkpoint.load(source, model, None, World())
@@ -128,7 +129,8 @@ def test_llama_scaled_frequencies_are_transformers():
     ours = LlamaConfig(n_embd=4096, n_head=32, n_kv_head=8, rope_theta=5e5, rope_factor=8.0)
     for i, position in enumerate(positions[0].tolist()):
         for got, expected in zip(rotation(position, 1, 128, ours, "cpu"), (cos, sin)):
-            assert (got[0] - expected[0, i, :64]).abs().max() < 1e-2 if position > 1e5 else 1e-4
+            limit = 1e-2 if position > 1e5 else 1e-4 if position > 100 else 1e-6
+            assert (got[0] - expected[0, i, :64]).abs().max() < limit
 
 
 def case_bf16_rotation(tmp):
@@ -165,11 +167,6 @@ def test_llama_cache_holds_the_heads_of_keys_only(tmp):
     model(torch.zeros(2, 5, dtype=torch.long), cache=cache)
     model(torch.zeros(2, 1, dtype=torch.long), cache=cache)
     assert [c.k.shape for c in cache] == [(2, 1, 6, 10)] * 3
-    for T in (8, 60):  # within the context, and beyond it
-        prompt = torch.randint(67, (2, 3))
-        cached, plain = (sample.generate(model, prompt, T, temperature=0, use_cache=use)
-                         for use in (True, False))
-        assert torch.equal(cached, plain)
 
 
 def test_llama_grouped_heads_equal_expanded_ones():
@@ -245,6 +242,18 @@ def test_llama_published_configs_are_understood():
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
         rms_norm_eps=1e-5, rope_theta=100000, tie_word_embeddings=True, vocab_size=49152))
     assert LlamaConfig(**small) == LlamaConfig(block_size=8192)
+    _, absent = understand(PLAIN["llama2"])  # what transformers takes where a key is absent
+    keys = "rope_theta", "n_kv_head", "tie_embeddings"
+    assert [absent[key] for key in keys] == [1e4, 6, False]
+    assert understand(dict(PLAIN["llama2"], num_key_value_heads=1))[1]["n_kv_head"] == 1
+
+
+@pytest.mark.parametrize("name, hub", [
+    ("gpt2-xl", "openai-community/gpt2-xl"), ("org/model", "org/model")])
+def test_llama_name_on_the_hub(monkeypatch, name, hub):
+    monkeypatch.setattr(huggingface, "local_copy", lambda key, name, hub, *patterns: sys.exit(hub))
+    with pytest.raises(SystemExit, match=f"^{hub}$"):
+        open_pretrained(name)
 
 
 SIZES = {  # millions of parameters, as published
@@ -263,20 +272,22 @@ def test_llama_configs_have_the_published_sizes(name):
 
 
 def case_memory(path):
-    """(growth of this process's peak while it loads, the largest parameter, all), in bytes."""
+    """(growth of this process's peak while it loads, the largest parameter, all), in bytes; and
+    each parameter's norm."""
     world = setup("cpu", "auto")
     cfg = config_class("gpt2")(strategy="full_shard", compile=False, init_from=path,
                                gradient_accumulation_steps=2, dtype="float32")
     source = train.open_start(cfg, world)
-    cfg = with_model(resolve(cfg, world), source.header)
+    cfg = with_model(resolve(cfg, world), source)
     model = train.meta_model(cfg)
     fsdp.parallelize(model, cfg, world)
     for p in model.parameters():
         p.detach().to_local().zero_()  # this rank's rows are in memory before
     before = resident("VmRSS", reset=True)
     checkpoint.load(source, model, None, world)
-    sizes = [4 * p.numel() for p in model.parameters()]
-    return resident("VmHWM") - before, max(sizes), sum(sizes)
+    growth, sizes = resident("VmHWM") - before, [4 * p.numel() for p in model.parameters()]
+    norms = sorted(p.full_tensor().norm().item() for p in model.parameters())
+    return growth, max(sizes), sum(sizes), norms
 
 
 @pytest.mark.parametrize("dtype, limit", [("float32", 1.2), ("bfloat16", 1.75)])
@@ -289,7 +300,9 @@ def test_llama_loading_takes_the_memory_of_one_tensor(tmp_path, dtype, limit):
     cases = {"memory": (case_memory, dict(path=str(tmp_path)))}
     zero, one = values(on_ranks(2, cases), "memory")
     print(zero, one)
-    for (growth, largest, whole), most in ((zero, limit), (one, 1.2)):
+    norms = sorted(p.float().norm().item() for p in model.parameters())
+    for (growth, largest, whole, got), most in ((zero, limit), (one, 1.2)):
+        assert got == pytest.approx(norms, rel=1e-5)
         assert whole > 2 * largest > 160e6
         assert growth <= most * largest
 
@@ -328,6 +341,9 @@ def test_llama_config_is_compared_key_by_key_on_resume(tmp, tmp_path):
         with pytest.raises(SystemExit, match=f"{key}={value} in this run, but .* has {key}="):
             checkpoint.compare(source, other)
     checkpoint.compare(source, tiny(tmp, model="llama", n_kv_head=3, block_size=8))  # shorter
+    with pytest.raises(SystemExit, match="block_size=8 in this run"):  # whose rows DCP cannot cut
+        checkpoint.compare(replace(source, sharded=True), tiny(tmp, model="llama", n_kv_head=3,
+                                                               block_size=8))
 
 
 def test_llama_every_key_is_read_and_explained():
@@ -335,13 +351,15 @@ def test_llama_every_key_is_read_and_explained():
         code = f.read()
     for key in LlamaConfig.__dataclass_fields__:
         assert re.search(rf"\b(config|c)\.{key}\b", code), key
-    text = python("train.py", "--model=llama", "--help").stdout
+    text = script("train.py", "--model=llama", "--help").stdout
     assert re.search(r"^  --n_kv_head=3\n +heads of keys and values", text, re.M)
     assert "--dropout" not in text and "--batch_size=12" in text
 
 
 def test_llama_initial_values_cover_all(tmp):
-    model = plain_model(tiny(tmp, model="llama", n_embd=192, n_inner=512, qk_norm=True))
+    model = plain_model(tiny(tmp, model="llama", n_embd=192, n_inner=512, qk_norm=True,
+                             norm_eps=1e-3))
+    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.RMSNorm)} == {1e-3}
     for name, p in model.named_parameters():
         if name.endswith("norm.weight"):
             assert (p == 1).all()
@@ -361,61 +379,13 @@ def test_llama_flops_are_the_formula(tmp):
             n -= model.model.embed_tokens.weight.numel()
         c = model.config
         expected = 6 * n + 12 * c.n_layer * c.n_head * 12 * c.block_size
-        assert metrics.flops_per_token(model) == expected
+        assert metrics.flops_per_token(model, World()) == expected
 
 
 @pytest.mark.parametrize("file", ["fsdp.py", "plan.py", "rehearse.py", "checkpoint.py", "train.py"])
 def test_llama_is_unknown_to_the_core(file):
     with open(os.path.join(HERE, file)) as f:
         assert "llama" not in f.read().lower()
-
-
-TOY = """
-import torch
-from dataclasses import dataclass
-from torch.nn import functional as F
-
-@dataclass
-class ModelConfig:
-    block_size: int = 16
-    vocab_size: int = 67
-    n_layer: int = 3
-
-class Model(torch.nn.Module):  # looks at one token, through a few matrices
-    def __init__(self, config):
-        super().__init__()
-        self.config, sizes = config, [config.vocab_size] * 2
-        self.table = torch.nn.Embedding(*sizes)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(*sizes) for _ in range(config.n_layer))
-
-    def forward(self, idx, targets=None, cache=None):
-        x = self.table(idx)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x, F.cross_entropy(x.float().flatten(0, 1), targets.flatten())
-
-    def initial_value(self, name, shape, seed):
-        return torch.arange(shape.numel()).add(len(name) + seed).sin().mul(0.1).view(shape)
-"""
-
-
-@pytest.mark.parametrize("world, strategy", [
-    (2, "ddp"), (2, "shard_grad_op"), (2, "full_shard"), (2, "hybrid_shard")])
-def test_llama_is_not_special_a_toy_model_trains_too(tmp, tmp_path, monkeypatch, world, strategy):
-    (tmp_path / "toy.py").write_text(TOY)
-    monkeypatch.syspath_prepend(tmp_path)
-    more = {"shard_group_size": 2} if strategy == "hybrid_shard" else {}
-    run = dict(max_iters=6, learning_rate=1e-2, warmup_iters=0)
-
-    def losses_of(world, name, **more):
-        cfg = tiny(tmp, model="toy", out_dir=str(tmp_path / name), **run, **more)
-        keys = {key: value for key, value in vars(cfg).items() if key != "model"}
-        launch(world, ["--model=toy", *flags(**keys)])
-        return losses(tmp_path / name)
-
-    expected = losses_of(1, "single")
-    assert losses_of(world, "many", strategy=strategy, **more) == pytest.approx(expected, rel=1e-6)
-    assert expected[-1] < expected[0] - 0.05
 
 
 # -----------------------------------------------------------------------------
@@ -437,7 +407,8 @@ def make_tokenizer(path, size=300, end="</s>"):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     hf.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", hf.token_to_id("<s>"))])
-    hf.enable_truncation(8)  # some files ask for it; a document is not cut
+    hf.enable_truncation(8)  # some files ask for it; a document is not cut, nor filled
+    hf.enable_padding(length=64)
     os.makedirs(path, exist_ok=True)
     hf.save(str(path / "tokenizer.json"))
     return hf
@@ -455,11 +426,12 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     theirs = make_hf(hf_dir, "smollm2", vocab_size=320, shards=True)  # padded
     hf = make_tokenizer(hf_dir)
     hf.no_truncation()
+    hf.no_padding()
     (tmp_path / "chats.jsonl").write_text("".join(
         json.dumps(dict(q=s, a=s[::-1])) + "\n" for s in SENTENCES))
-    p = python("data/prepare.py", "x", tmp_path / "chats.jsonl", f"--out={data}",
+    p = script("data/prepare.py", "x", tmp_path / "chats.jsonl", f"--out={data}",
                f"--tokenizer={hf_dir}", r"--template=Q: {q}\nA: {a}", "--val_fraction=0.2",
-               env={"HF_HUB_OFFLINE": "1"})
+               HF_HUB_OFFLINE="1")
     assert p.returncode == 0, p.stderr
     train_tokens, val_tokens = (tokens_of(data / f"{split}.bin")[0] for split in ("train", "val"))
     end = hf.token_to_id("</s>")
@@ -481,7 +453,7 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     ours = read_ckpt(out)
     assert ours["model_args"]["vocab_size"] == 320 and ours["config"]["model"] == "llama"
 
-    p = python("huggingface.py", out, tmp_path / "back")
+    p = script("huggingface.py", out, tmp_path / "back")
     assert p.returncode == 0, p.stderr
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     again = transformers.PreTrainedTokenizerFast(
@@ -519,11 +491,12 @@ def test_tokenizer_of_a_large_vocabulary_makes_uint32_files(tmp_path):
     path = tmp_path / "tok"
     hf = make_tokenizer(path)
     hf.no_truncation()
+    hf.no_padding()
     from tokenizers import AddedToken
     hf.add_special_tokens([AddedToken(f"<|{i}|>") for i in range(70_000)])
     hf.save(str(path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("the old dog <|69999|> " * 50)
-    p = python("data/prepare.py", "x", tmp_path / "a.txt", f"--out={tmp_path / 'out'}",
+    p = script("data/prepare.py", "x", tmp_path / "a.txt", f"--out={tmp_path / 'out'}",
                f"--tokenizer={path / 'tokenizer.json'}", "--workers=1")
     assert p.returncode == 0, p.stderr
     parts = [tokens_of(tmp_path / "out" / f"{split}.bin") for split in ("train", "val")]
@@ -546,6 +519,15 @@ def test_tokenizer_end_of_text_is_the_configs_or_a_usual_one(tmp_path):
         encoder.cache_clear()
         document, _ = encoder(str(tmp_path / "a"))
         assert document("the old dog")[-1] == hf.token_to_id("<|im_end|>")
+    from tokenizers import Tokenizer, models, processors
+    hf.post_processor = processors.TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", hf.token_to_id("<|im_end|>"))])
+    hf.save(str(tmp_path / "a" / "tokenizer.json"))
+    encoder.cache_clear()
+    assert encoder(str(tmp_path / "a"))[0]("the old dog").count(hf.token_to_id("<|im_end|>")) == 1
+    gaps = Tokenizer(models.WordLevel({"the": 0, "</s>": 9}, unk_token="the"))
+    gaps.save(str(tmp_path / "gaps.json"))
+    assert encoder(str(tmp_path / "gaps.json"))[1] == 10  # the largest id counts, not how many
 
 
 def test_tokenizer_bad_input_is_one_clear_line(tmp_path):
@@ -553,6 +535,6 @@ def test_tokenizer_bad_input_is_one_clear_line(tmp_path):
     for name, message in ((tmp_path / "tokenizer.json", "not a tokenizer"),
                           (tmp_path / "none.json", "neither a directory here nor on the Hugging")):
         (tmp_path / "a.txt").write_text("x")
-        p = python("data/prepare.py", "x", tmp_path / "a.txt", f"--out={tmp_path / 'o'}",
-                   f"--tokenizer={name}", env={"HF_HUB_OFFLINE": "1"})
+        p = script("data/prepare.py", "x", tmp_path / "a.txt", f"--out={tmp_path / 'o'}",
+                   f"--tokenizer={name}", HF_HUB_OFFLINE="1")
         assert p.returncode == 1 and message in p.stderr and p.stderr.count("\n") == 1, p.stderr

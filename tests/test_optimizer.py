@@ -11,7 +11,9 @@ import functools
 import math
 import os
 import re
+import shutil
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -32,7 +34,7 @@ from harness import (
     trained,
     values,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
@@ -173,13 +175,35 @@ def test_muon_singular_values_come_close_to_one():
         assert 0.6 < values.min() and values.max() < 1.3
 
 
+def test_muon_takes_what_the_model_says_and_a_stack_is_matrices(tmp):
+    """The mixture of experts: not the router; each expert as a matrix of its own. Else 2-D ones."""
+    _, moe, opt = train.build(tiny(tmp, model="moe", strategy="single", **MUON), World())
+    names = {p: name for name, p in moe.named_parameters()}
+    ours = [names[p] for p in opt.param_groups[0]["params"]]
+    expected = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc", "mlp.c_proj")
+    assert sorted(ours) == [f"transformer.h.{i}.{name}" for i in range(3) for name in expected]
+    generator = torch.Generator().manual_seed(0)
+    for p in moe.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    stack = moe.blocks[1].mlp.c_fc
+    whole = stack.detach().clone()
+    opt.step()
+    for before, after, grad in zip(whole, stack, stack.grad):
+        expert = torch.nn.Parameter(before)
+        expert.grad = grad
+        plain_muon(expert, torch.zeros_like(grad), 1e-3)
+        assert torch.allclose(after, expert, atol=1e-7)
+    shares = optimizer.divide([torch.empty(8, 30, 60), *[torch.empty(30, 60)] * 8], 2)
+    assert sorted(map(len, shares)) == [1, 8]  # a stack costs what its matrices do
+
+
 # -----------------------------------------------------------------------------
 # mechanisms: who orthogonalizes what, and what is sent and kept
 
 MECHANISMS = {
     "ddp": (3, dict(strategy="ddp")), "full_shard": (3, dict(strategy="full_shard")),
     "bf16": (2, dict(strategy="full_shard", dtype="bfloat16", cpu_offload=1.0)),
-    "hybrid_shard": (4, HYBRID),
+    "fp16": (2, dict(strategy="full_shard", dtype="float16")), "hybrid_shard": (4, HYBRID),
 }
 
 
@@ -351,3 +375,105 @@ def test_muon_resume_with_the_other_optimizer_is_one_clear_line(tmp):
     nanogpts = checkpoint.Source("ckpt.pt", dict(config={}, model_args={}))
     with pytest.raises(SystemExit, match="pass --optimizer=adamw, or another out_dir"):
         checkpoint.compare(nanogpts, tiny(tmp, **MUON))
+
+
+# -----------------------------------------------------------------------------
+# an optimizer of one's own, whose state has other shapes than its parameters
+
+
+class Factored(torch.optim.Optimizer):
+    """Rows' sizes as a DTensor; of a matrix its square, which every rank has whole; a count."""
+
+    def __init__(self, model, cfg, fault=None):
+        super().__init__(model.parameters(), dict(lr=cfg.learning_rate))
+        self.fault = fault
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, grad = self.state[p], p.grad
+                if not state:
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                    state["rows"] = torch.zeros_like(grad.flatten(1).sum(1) if p.dim() > 1 else p)
+                    if p.dim() > 1:
+                        state["square"] = torch.zeros(p.shape[1], p.shape[1])
+                state["count"] += 1
+                state["rows"].add_(grad.square().flatten(1).sum(1) if p.dim() > 1 else grad**2)
+                if p.dim() > 1:
+                    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                    state["square"].add_(whole.T @ whole)
+                    scale = (state["rows"] + state["square"].trace()).sqrt()[:, None]
+                else:
+                    scale = state["rows"].sqrt()
+                p.sub_(grad / (scale + 1e-3), alpha=group["lr"])
+                if self.fault == "number":
+                    state["count"] = 1
+                elif self.fault == "local" and p.dim() > 1:
+                    rows = optimizer.local(grad)
+                    state["square"].copy_(rows.T @ rows)
+                elif self.fault == "placed" and isinstance(p, DTensor):
+                    state["rows"] = state["rows"].redistribute(placements=[Replicate()])
+
+
+OWN = dict(max_iters=6, learning_rate=0.05, warmup_iters=0)
+
+
+def case_own(tmp, name, copies=(), fault=None, **keys):
+    """Losses of a run with Factored; copies of what it leaves."""
+    with patch.object(train, "make_optimizer", partial(Factored, fault=fault)):
+        rows = run_training(tmp, name, **keys)
+    if dist.is_initialized():
+        dist.barrier()
+        for copy in copies if dist.get_rank() == 0 else ():
+            shutil.copytree(os.path.join(tmp, name), os.path.join(tmp, copy))
+        dist.barrier()
+    return [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def own(tmp):
+    """{name: losses on each rank} at 2 ranks, then at 3, of what 2 have left."""
+    run, at_2, at_3 = dict(tmp=tmp, **OWN), {}, {}
+    at_2["whole"] = case_own, dict(run, name="own-whole")
+    for kind in ("full", "sharded"):
+        name, more = f"own-{kind}", dict(checkpoint=kind)
+        copies = [f"{name}-{world}" for world in (1, 3)]
+        half = dict(run, name=name, copies=copies, **more)
+        at_2[f"{kind} half"] = case_own, {**half, "max_iters": 3}
+        more["init_from"] = "resume"
+        at_2[kind] = case_own, dict(run, name=name, **more)
+        at_3[f"{kind} at 3"] = case_own, dict(run, name=f"{name}-3", **more)
+    for fault in ("number", "local", "placed"):
+        at_2[fault] = case_own, dict(run, name=f"own-{fault}", fault=fault, eval_interval=1)
+    return {**on_ranks(2, at_2), **on_ranks(3, at_3)}
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_own_state_of_any_shape_is_saved_and_resharded(tmp, own, kind):
+    whole = values(own, "whole")[0]
+    assert whole[-1] < whole[0] - 0.01
+    assert values(own, kind)[0] == whole
+    assert values(own, f"{kind} at 3")[0] == pytest.approx(whole, rel=1e-6)
+    single = case_own(tmp, f"own-{kind}-1", init_from="resume", checkpoint=kind, **OWN)
+    assert single == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("fault, kind", [
+    ("number", "count"), ("local", "square"), ("placed", "rows")])
+def test_own_state_that_cannot_be_resharded_is_refused_at_the_first_save(own, fault, kind):
+    for rank in own[fault]:
+        what = f"optimizer state {kind} of transformer.wte.weight cannot be saved"
+        assert rank["error"].startswith(what)
+        assert "\n" not in rank["error"]
+
+
+def test_own_state_is_in_the_plan(tmp):
+    rehearse = pytest.importorskip("rehearse")
+    cfg = resolve(tiny(tmp, strategy="single"), World())
+    with patch.object(rehearse, "make_optimizer", Factored):
+        timeline, marks, _ = rehearse.rehearse(cfg, World())
+    shapes = [p.shape for p in plain_gpt().parameters()]
+    expected = sum(8 + 4 * shape[0] for shape in shapes)
+    expected += sum(4 * shape[1]**2 for shape in shapes if len(shape) > 1)
+    assert timeline[marks[0][0]][rehearse.KINDS.index("optimizer")] == expected

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, python
+from harness import HERE, python, script
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,7 +33,7 @@ from ranks import World
 from rehearse import KINDS, rehearse
 
 GIB = 2**30
-MACHINE = SimpleNamespace(gpus_per_node=8, gpu_memory=80 * GIB, host_memory=math.inf)
+MACHINE = SimpleNamespace(strategy=None, gpus_per_node=8, gpu_memory=80 * GIB, host_memory=math.inf)
 SMALL = ["--n_layer=3", "--n_head=6", "--n_embd=384", "--block_size=512", "--batch_size=4"]
 
 
@@ -185,9 +185,8 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("strategy, size", [("single", 1), ("full_shard", 8)])
-def test_plan_holds_for_a_model_file_that_it_does_not_know(tmp_path, monkeypatch, strategy, size):
-    (tmp_path / "llama_like.py").write_text(LLAMA_LIKE)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_plan_holds_for_a_model_file_that_it_does_not_know(models, strategy, size):
+    (models / "llama_like.py").write_text(LLAMA_LIKE)
     cfg = load_config(["--model=llama_like", f"--gradient_accumulation_steps={size}",
                        f"--strategy={strategy}", "--batch_size=4", "--width=192"])
     none, full = (plan.plan(*plan.place(replace(cfg, activation_checkpointing=how), size, MACHINE),
@@ -614,10 +613,11 @@ def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, taken):
 
 
 def test_plan_units_may_be_none(capsys):
-    """Where --wrap_min_params is more than any module has, all is the root."""
+    """Where --wrap_min_params is more than any module has, all is the root. The one strategy that
+    is given is rehearsed alone."""
     lines = command(capsys, *SMALL, "--wrap_min_params=1000000000", "--strategy=full_shard",
                     "--world_size=8", "--gradient_accumulation_steps=8")
-    assert any(line.startswith("full_shard ") for line in lines)
+    assert [line.split()[0] for line in lines if line.startswith(STRATEGIES)] == ["full_shard"]
 
 
 def test_plan_table_of_a_large_model_is_quick_and_small():
@@ -667,11 +667,15 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
 
 @pytest.mark.parametrize("argv, message", [
     (["config/gpt3_175b.py", "--world_size=96"], "shard_group_size=128"),
+    (["--world_size=100000000"], "--world_size=100000000: pass at most 32768"),
+    (["--world_size=8", "--strategy=single"], "on cuda, 8 processes: use ddp or full_shard"),
+    (["--strategy=zero"], "invalid choice: 'zero'"),
     (["--world_size=0"], "--world_size=0"), (["--world_size=1.5"], "invalid int value: '1.5'"),
     (["--gpu_memory=-1"], "--gpu_memory=-1.0: pass a number above 0"),
     (["--host_memory=much"], "--host_memory"), (["--gpus_per_node=0"], "--gpus_per_node=0"),
     (["--n_lyaer=2"], "did you mean n_layer"), (["--gpu_memory=nan"], "--gpu_memory=nan"),
-    (["--gpu=H100"], "--gpu=H100: unknown key gpu"),
+    (["--gpu=H100"], "--gpu=H100: unknown key gpu (model=gpt2); --help lists the keys"),
+    (["--wrold_size=8"], "did you mean world_size?"), (["--gpu_memry=8"], "mean gpu_memory?"),
     (["--world_size"], "expected one argument"), (["--freeze=nobody"], "freeze='nobody'"),
     (["--plot=/nowhere/x.png"], "--plot=/nowhere/x.png"), (["--plot=x.xyz"], "--plot=x.xyz"),
 ])
@@ -690,9 +694,9 @@ def test_plan_refused_leaves_an_earlier_picture_whole(tmp_path):
 
 
 def test_plan_bad_input_ends_with_code_1_and_no_traceback():
-    p = python("plan.py", "--host_memory=0")
+    p = script("plan.py", "--host_memory=0")
     assert p.returncode == 1 and p.stderr == "--host_memory=0.0: pass a number above 0\n"
-    p = python("plan.py", "--help")
+    p = script("plan.py", "--help")
     assert p.returncode == 0 and "--world_size" in p.stdout and "GPUs that share host" in p.stdout
 
 

@@ -8,8 +8,10 @@ commands; the shape of lines, and which file may import which.
 
 import ast
 import graphlib
+import importlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from glob import glob
@@ -17,7 +19,7 @@ from glob import glob
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, flags, launch, on_ranks, python, shell, values
+from harness import HERE, Ranks, flags, launch, on_ranks, python, shell, values
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -95,10 +97,27 @@ def shortened(command):
     if trains and "--help" not in command:
         more += SHORT
         if "dataset" not in command:
-            more += ["--dataset=python_stdlib"]
+            more += ["--dataset=data/python_stdlib"]  # of the copy
     if "sample.py" in command:
         more += ["--max_new_tokens=5", "--num_samples=1"]
+    if "plan.py" in command:
+        more += ["--n_layer=2"]
     return " ".join([command, *more])
+
+
+def in_ranks(command, here=HERE):
+    """The command in forked ranks, which spares each process seconds of imports; None if it is
+    none of ours."""
+    launcher = r"(?:torchrun --standalone --nproc_per_node=(\d+)|python)"
+    ours = re.match(launcher + r" (\w+)\.py (.*)", command)
+    if ours:
+        n, module, argv = ours.groups()
+        return Ranks(int(n or 1), main_in, here, module, shlex.split(argv), alone=not n).finish(180)
+
+
+def main_in(here, module, argv):
+    os.chdir(here)
+    importlib.import_module(module).main(argv)
 
 
 def test_readme_commands_run(tmp_path):
@@ -110,12 +129,14 @@ def test_readme_commands_run(tmp_path):
     first, second, *_ = sh_commands("README.md")
     assert "python3 -m venv" in first and "quickstart" in first
     assert "pytest" in second
-    for line in [line for page in PAGES for line in sh_commands(page)]:
-        for command in line.split("&&"):
-            if re.match(INSTALLED, command.strip()) or "--init_from=gpt2" in command:
+    for i, line in enumerate(line for page in PAGES for line in sh_commands(page)):
+        for command in map(str.strip, line.split("&&")):
+            if re.match(INSTALLED, command) or "--init_from=gpt2" in command:
                 continue
-            p = shell("bash", "-c", shortened(command.strip()), cwd=copy, timeout=180,
-                      env={"PYTHONPATH": str(copy), "PATH": path})
+            command, as_printed = shortened(command), i in (0, 3)  # its first ones, and a torchrun
+            p = None if as_printed else in_ranks(command, copy)
+            p = p or shell("bash", "-c", command, cwd=copy, timeout=180,
+                           env={"PYTHONPATH": str(copy), "PATH": path})
             assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
 
 
@@ -163,8 +184,7 @@ def test_readme_gpu_commands_run_small_on_a_cpu(tmp):
             continue
         if "bench" in command:
             command = command.replace("bench.py", "bench.py --steps=1")
-        p = shell("bash", "-c", f"{command} {tiny_sizes}", timeout=180,
-                  env={"PATH": os.path.dirname(sys.executable) + ":" + os.environ["PATH"]})
+        p = in_ranks(f"{command} {tiny_sizes}")
         assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
 
 

@@ -6,10 +6,25 @@ import os
 import re
 import sys
 import types
+from dataclasses import asdict
+from unittest.mock import patch
 
 import pytest
 import torch
-from harness import TINY, Ranks, arguments, launch, make_data, python, read_metrics, tiny, trained
+from harness import (
+    TINY,
+    Ranks,
+    arguments,
+    launch,
+    make_data,
+    plain_gpt,
+    python,
+    read_metrics,
+    script,
+    tiny,
+    trained,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import fsdp
@@ -51,7 +66,7 @@ def test_tools_flops_are_the_formula_and_frozen_parameters_spare_theirs(
         tmp, freeze, frozen, unreached):
     model = train.meta_model(tiny(tmp, bias=False))
     fsdp.freeze(model, freeze)
-    assert metrics.flops_per_token(model) == plain_flops(frozen, unreached)
+    assert metrics.flops_per_token(model, World()) == plain_flops(frozen, unreached)
 
 
 def test_tools_flops_of_what_backward_never_reaches(tmp):
@@ -59,7 +74,7 @@ def test_tools_flops_of_what_backward_never_reaches(tmp):
     model = train.meta_model(tiny(tmp, bias=False, model="test_fsdp"))
     fsdp.freeze(model, r"wte|wpe|h\.[01]\.")
     # block 2's first product needs no gradient of its input: its LayerNorm trains, so it does
-    assert metrics.flops_per_token(model) == plain_flops(frozen=2, unreached=2)
+    assert metrics.flops_per_token(model, World()) == plain_flops(frozen=2, unreached=2)
 
 
 def test_tools_bench(tmp, tmp_path):
@@ -99,15 +114,22 @@ def test_tools_bench(tmp, tmp_path):
     assert "c10d::_reduce_scatter_base_" in p.stdout and "c10d::allreduce_" in p.stdout
 
 
-def test_tools_bench_measures_the_machine():
-    """The measured matmul rate is that of real products: within what any machine can do."""
-    rate = bench.matmul_rate(torch.device("cpu"), torch.float32)
-    assert 1e8 < rate < 1e14
+def test_tools_bench_measures_the_machine(monkeypatch):
+    """The rate of its products is what PyTorch counts of them, on a machine of 1 GFLOP/s."""
+    def timer(statement, num_threads, globals):
+        with FlopCounterMode(display=False) as counter:
+            eval(statement, globals)
+        measured = types.SimpleNamespace(median=counter.get_total_flops() / 1e9)
+        return types.SimpleNamespace(blocked_autorange=lambda min_run_time: measured)
+
+    monkeypatch.setattr(bench, "Timer", timer)
+    assert bench.matmul_rate(torch.device("cpu"), torch.float32) == pytest.approx(1e9)
 
 
 @pytest.mark.parametrize("argv, message", [
     (["--steps=0"], "--steps=0"),
     (["--steps=x"], "'x'"),
+    (["--stepz=3"], "did you mean steps?"),
     (["--variants=strategy=dpp"], "strategy='dpp'"),
     (["--strategies=ddp"], "needs torchrun"),
     ([f"--profile={__file__}"], "cannot write"),
@@ -121,7 +143,7 @@ def test_tools_bench_bad_input_is_one_clear_line(tmp, tmp_path, capsys, monkeypa
 
 
 def test_tools_bench_help_and_exit_code():
-    p = python("bench.py", "--help")
+    p = script("bench.py", "--help")
     assert p.returncode == 0 and "bench.py config/quickstart.py --steps=3 --profile" in p.stdout
     p = Ranks(1, bench_main, "--steps=0").finish()
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and "--steps=0" in p.stderr
@@ -138,19 +160,45 @@ def test_tools_sample_from_everything(tmp, tmp_path):
     args = [f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=30", "--dtype=float32"]
     (tmp_path / "p.txt").write_text("import")
     runs = [python("sample.py", *args, "--start=-", stdin="import")]
+    os.rename(tmp_path / "bytes", tmp_path / "gone")  # the checkpoint knows its tokenizer
     for start in ("import", f"FILE:{tmp_path / 'p.txt'}"):
         runs.append(Ranks(1, sample.main, [*args, f"--start={start}"]).finish())
     assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs[0].stderr
     assert len({p.stdout for p in runs}) == 1
     assert len(runs[0].stdout) > len("import\n---------------\n")
     p = Ranks(1, sample.main, [f"--out_dir={tmp_path}"]).finish()
-    assert p.returncode == 1 and "no checkpoint" in p.stderr and "Traceback" not in p.stderr
+    assert p.returncode == 1 and p.stderr == (
+        f"init_from=resume: no model to sample from in out_dir={tmp_path}; pass a run's --out_dir, "
+        "or --init_from=gpt2\n")
+
+
+@pytest.mark.parametrize("vocab_size, meta, message", [
+    (67, {}, "ckpt.pt does not say which tokenizer it was trained with, nor"),
+    (128256, {"vocab_size": 128256}, "ckpt.pt does not say which tokenizer it was trained with,"),
+    (67, [1], "its meta is [1]"),
+    (67, {"chars": ["a", "b"]}, None), (257, {"vocab_size": 257, "tokenizer": "bytes"}, None)])
+def test_tools_sample_takes_no_tokenizer_that_it_does_not_know(
+        tmp_path, capsys, vocab_size, meta, message):
+    gpt = plain_gpt(vocab_size=vocab_size, n_embd=3)
+    ckpt = dict(model=gpt.state_dict(), model_args=asdict(gpt.config), iter_num=1, meta=meta,
+                best_val_loss=1.0, config={"dataset": "gone"})
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--start=a"]
+    if message is None:
+        sample.main(argv)
+        assert capsys.readouterr().out.startswith("a")
+    else:
+        with pytest.raises(SystemExit) as e:
+            sample.main(argv)
+        assert message in e.value.code and "\n" not in e.value.code
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--num_samples=0"], "at least 1"),
-    (["--temperature=-1"], "at least 0"),
-    (["--temperature=nan"], "at least 0"),
+    (["--num_samples=0"], "--num_samples=0: it must be at least 1"),
+    (["--temperature=-1"], "--temperature=-1.0: it must be at least 0"),
+    (["--temperature=nan"], "--temperature=nan: it must be at least 0"),
+    (["--seed=9223372036854775808"], "below 2**63"),
+    (["--use_cache=maybe"], "--use_cache=maybe"),
     (["--top_k=x"], "'x'"),
     (["--start=FILE:/nowhere"], "FILE:/nowhere"),
 ])
@@ -187,6 +235,11 @@ def test_tools_log_line_and_metrics(tmp):
         backend="auto", wandb_log=False, weight_decay=0.0, beta1=0.8, beta2=0.9, decay_lr=False))
     assert re.search(r"^iter 0: loss \d\.\d{4}, time \d+\.\d\dms, mfu n/a, [\d,]+ tok/s, "
                      r"norm \d+\.\d\d, mem \d\.\d\dGiB, \d+\.\dm left$", p.stdout, re.M), p.stdout
+    assert "tokens a step, epoch = 14 steps\n" in p.stdout  # 337 windows, 24 a step
+    row = read_metrics(out)[0]
+    line = f"step 0: train loss {row['train_loss']:.4f}, val loss {row['val_loss']:.4f}\n"
+    assert line in p.stdout and row["train_loss"] != row["val_loss"]
+    assert row["val_perplexity"] == pytest.approx(math.exp(row["val_loss"]))
     row = [r for r in read_metrics(out) if "loss" in r][0]
     assert {"iter", "loss", "perplexity", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
             "peak_memory", "wall_s"} <= row.keys()
@@ -222,6 +275,10 @@ def test_tools_tensorboard(tmp):
     for event, (step, loss) in zip(events.Scalars("loss"), logged, strict=True):
         assert event.step == step and event.value == pytest.approx(loss)
     assert "val_loss" in events.Tags()["scalars"] and "mfu" not in events.Tags()["scalars"]
+    for step, purged in ((0, None), (2, 2)):  # a resumed run logs the later steps again
+        with patch("torch.utils.tensorboard.SummaryWriter") as writer:
+            metrics.tensorboard(tiny(tmp, out_dir=out), "the-id", step)
+        writer.assert_called_once_with(out, purge_step=purged)
 
 
 def test_tools_wandb(tmp, tmp_path, monkeypatch):
@@ -290,18 +347,21 @@ def test_tools_peak_flops_needs_the_exact_name(monkeypatch, name, peak):
     assert metrics.peak_flops(torch.device("cpu")) is None
 
 
-def test_tools_sample_leaves_cudnns_attention_out(tmp, monkeypatch):
-    """It makes a plan for every length of the cache; flash is the first of the others."""
-    seen = []
+def test_tools_sample_leaves_cudnns_attention_out(tmp, tmp_path, monkeypatch):
+    """It makes a plan for every length of the cache; flash is the first of the others. And each
+    sample has random numbers of its own, autocast, and the tokenizer's real size."""
+    seen, numbers = [], set()
 
-    def generate(model, x, *args):
-        seen.append((torch.backends.cuda.cudnn_sdp_enabled(),
-                     torch.backends.cuda.flash_sdp_enabled()))
+    def generate(model, x, n, temperature, top_k, vocab_size, generator):
+        numbers.add(torch.rand(1, generator=generator).item())
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), vocab_size,
+                     torch.backends.cuda.flash_sdp_enabled(), torch.is_autocast_enabled("cpu")))
         return x
 
     out = os.path.join(tmp, "sampled-flash")
-    launch(1, arguments(tmp, out, max_iters=1, eval_interval=1))
+    make_data(str(tmp_path / "bytes"), vocab=256, tokenizer="bytes")
+    launch(1, arguments(tmp, out, max_iters=1, eval_interval=1, dataset=tmp_path / "bytes"))
     monkeypatch.setattr(sample, "generate", generate)
-    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda s: [1], str, 67))
-    sample.main([f"--out_dir={out}", "--num_samples=1", "--dtype=float32"])
-    assert seen == [(False, True)]
+    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda s: [1], str, 60))
+    sample.main([f"--out_dir={out}", "--num_samples=2", "--dtype=bfloat16"])
+    assert seen == [(False, 60, True, True)] * 2 and len(numbers) == 2

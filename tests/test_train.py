@@ -15,6 +15,8 @@ import signal
 import threading
 from collections import defaultdict
 from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -73,6 +75,9 @@ def ranks(tmp):
     return get
 
 
+NO_STOP = SimpleNamespace(requested=lambda: False)
+
+
 def logged(out, key):
     return [row[key] for row in read_metrics(out) if key in row]
 
@@ -94,8 +99,21 @@ def test_train_float16_scales_and_unscales(tmp):
     assert losses(fp16) == pytest.approx(losses(fp32), rel=1e-3)
     assert read_ckpt(fp16)["scaler"]["_growth_tracker"] == 3
     assert read_ckpt(fp32)["scaler"] is None
-    launch(1, arguments(tmp, fp16, max_iters=5, dtype="float16", init_from="resume"))
-    assert read_ckpt(fp16)["scaler"]["_growth_tracker"] == 5  # the old one went on
+    for init_from, steps in (("resume", 4), ("auto", 5)):
+        launch(1, arguments(tmp, fp16, max_iters=steps, dtype="float16", init_from=init_from))
+        assert read_ckpt(fp16)["scaler"]["_growth_tracker"] == steps  # the old one went on
+
+
+def test_train_float16_says_what_overflowed_and_nothing_else(tmp, monkeypatch, capsys):
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**26)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    scales = [row["loss_scale"] for row in run_training(tmp, "fp16-overflow", dtype="float16",
+                                                        max_iters=9, eval_interval=9)]
+    said = [line for line in capsys.readouterr().out.splitlines() if "overflowed" in line]
+    text = "iter {}: gradients overflowed in float16, step skipped, loss scale {:g} -> {:g}"
+    pairs = enumerate(zip(scales, scales[1:]))
+    expected = [text.format(i, a, b) for i, (a, b) in pairs if a > b]
+    assert 0 < len(expected) < 8 and said[:len(expected)] == expected  # the last step's may follow
 
 
 def test_train_float16_keeps_gradients_that_underflow(tmp, monkeypatch):
@@ -205,25 +223,28 @@ def test_option_prefetch_names_the_next_blocks_in_each_direction(ranks):
 
 @case(2, "autocast")
 def case_autocast(tmp):
-    """Is autocast on in a block's forward, and what type has its input?"""
+    """Is autocast on in a block's forward, in training and evaluation; and its input's type."""
     seen = {}
     for strategy in ("ddp", "full_shard"):
         world, cfg, wrapped, gpt, optimizer = built(tmp, strategy=strategy, dtype="bfloat16")
         batches = train.Batches(cfg, world)
 
         def look(module, args, strategy=strategy):
-            seen[strategy] = [torch.is_autocast_enabled("cpu"), str(args[0].dtype)]
+            now = [torch.is_autocast_enabled("cpu"), str(args[0].dtype)]
+            seen.setdefault(strategy, {})[module.training] = now
 
         gpt.blocks[1].register_forward_pre_hook(look)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         train.train_step(wrapped, optimizer, scaler, batches, batches.train(0, 0), 0, cfg, world)
+        train.evaluate(wrapped, batches, cfg, world, NO_STOP)
+        seen[strategy] = [seen[strategy][training] for training in (True, False)]
     return seen
 
 
 def test_option_autocast_is_for_ddp_alone(ranks):
     """FSDP2's policy casts by itself; both together would cast the norms and the loss again."""
-    assert ranks(2, "autocast") == [
-        dict(ddp=[True, "torch.float32"], full_shard=[False, "torch.bfloat16"])] * 2
+    ddp, full_shard = [True, "torch.float32"], [False, "torch.bfloat16"]
+    assert ranks(2, "autocast") == [dict(ddp=[ddp] * 2, full_shard=[full_shard] * 2)] * 2
 
 
 @case(8, "hybrid-8", strategy="hybrid_shard", shard_group_size=2)
@@ -278,6 +299,10 @@ def test_option_dropout_is_on_where_gpt2_has_it(tmp, monkeypatch):
         gpt(idx, idx)
         assert plain == [(0.2, training)] * (1 + 2 * 3)
         assert fused == [0.2 if training else 0.0] * 3
+        plain.clear()
+        with torch.autocast("cpu", torch.bfloat16):  # where attention is written out
+            gpt(idx, idx)
+        assert sum(p for p, on in plain if on) == pytest.approx(0.2 * 10 * training)
 
 
 def test_loss_leaves_out_targets_of_minus_one():
@@ -286,6 +311,7 @@ def test_loss_leaves_out_targets_of_minus_one():
     logs = logits - logits.exp().sum(-1, keepdim=True).log()
     by_hand = -(logs[0, 0, 1] + logs[0, 2, 4] + logs[1, 2, 0]) / 3
     assert model.cross_entropy(logits, targets).item() == pytest.approx(by_hand.item(), rel=1e-6)
+    assert model.cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
 
 
 def test_sample_temperature_divides_the_logits(monkeypatch):
@@ -293,6 +319,13 @@ def test_sample_temperature_divides_the_logits(monkeypatch):
     monkeypatch.setattr(torch, "multinomial", lambda p, **kwargs: seen.append(p) or p.argmax())
     sample.draw(torch.tensor([[0.0, math.log(2.0)]]), 0.5, None, None)  # odds 1 : 2, squared
     assert seen[0].tolist() == [[pytest.approx(0.2), pytest.approx(0.8)]]
+
+
+def test_train_takes_the_checkpoints_vocabulary_where_the_data_says_none(tmp_path):
+    source = SimpleNamespace(header={"model_args": {"vocab_size": 67}})
+    cfg = tiny("", dataset=str(tmp_path), vocab_size=50304)
+    assert train.with_vocabulary(cfg, source).vocab_size == 67
+    assert train.with_vocabulary(cfg).vocab_size == 50304
 
 
 # -----------------------------------------------------------------------------
@@ -315,6 +348,9 @@ def test_evaluation_with_a_partial_last_batch_is_the_mean_over_windows(tmp, size
                 sums += torch.tensor([gpt(x, y)[1].item() * weight, weight])
     assert sums[1] == 37
     assert (sums[0] / sums[1]).item() == pytest.approx(expected, rel=1e-6)
+    if size == 1:
+        measured = train.evaluate(gpt, train.Batches(cfg, World()), cfg, World(), NO_STOP)
+        assert measured["val"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_evaluation_alone_notices_nan(tmp):
@@ -494,9 +530,13 @@ def test_evaluation_stops_on_all_ranks_together(ranks):
 def test_seed_decides_weights_and_data(tmp, ranks):
     """Seed 7 on two ranks is seed 7 in one process, and not the seed of the other tests."""
     run = dict(max_iters=3, eval_interval=3, gradient_accumulation_steps=8)
-    run_training(tmp, "seed-weights", seed=7, **run)
+    with patch.object(torch, "manual_seed") as sevens:
+        run_training(tmp, "seed-weights", seed=7, **run)
     mine = read_ckpt(os.path.join(tmp, "case-2-full_shard-7"))["model"]
     assert_same_weights(mine, read_ckpt(os.path.join(tmp, "seed-weights"))["model"], 1e-5)
-    run_training(tmp, "seed-usual", **run)
+    with patch.object(torch, "manual_seed") as usual:
+        run_training(tmp, "seed-usual", **run)
+    of_dropout = [{call.args for call in seeds.call_args_list} for seeds in (sevens, usual)]
+    assert len(set.union(*of_dropout)) >= 2 * 3 * 8  # another for each micro-batch and seed
     with pytest.raises(AssertionError):
         assert_same_weights(mine, read_ckpt(os.path.join(tmp, "seed-usual"))["model"], 1e-2)

@@ -8,11 +8,14 @@ ranks make of them is in test_fsdp.py.
 import os
 
 import pytest
-from harness import HERE, plain_gpt
+import torch.distributed as dist
+from harness import HERE, plain_gpt, tiny
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 import train
 from configurator import load_config
+from ranks import World
 
 
 def test_units_by_size_leave_a_tied_embedding_in_the_root():
@@ -33,6 +36,26 @@ def test_units_offload_is_spread():
     assert counts == [0, 2, 4, 7]
     assert fsdp.offloaded_units(units, 0.5) == {"1", "3", "5", "7"}
     assert fsdp.offloaded_units(units, 1) == {*map(str, range(8)), ""}  # the root too
+
+
+@pytest.mark.parametrize("freeze, blocks", [
+    (r"wte|wpe|h\.0\.ln_1", []), (r"wte|wpe|h\.[01]", [0, 1])])
+def test_units_that_backward_never_reaches_are_all_frozen(freeze, blocks):
+    gpt = plain_gpt()
+    fsdp.freeze(gpt, freeze)
+    prefix = fsdp.frozen_prefix(gpt, fsdp.find_units(gpt))
+    assert [unit for _, unit in prefix] == [gpt.blocks[i] for i in blocks]
+
+
+def test_units_are_shared_by_neighbours(tmp):
+    """hybrid_shard: rank 5 of 8 shares a copy with rank 4, and the others have copies."""
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        mesh = fsdp.make_mesh(tiny(tmp, strategy="hybrid_shard", shard_group_size=2), World(5, 8))
+        assert mesh["shard"].mesh.tolist() == [4, 5]
+        assert mesh["replicate"].mesh.tolist() == [1, 3, 5, 7]
+    finally:
+        dist.destroy_process_group()
 
 
 BLOCK = "model.layers.{i}."

@@ -14,7 +14,9 @@ a model trained on those prints code-page tables.
 import argparse
 import json
 import os
+import sys
 import sysconfig
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -40,6 +42,7 @@ def main():
     here = os.path.dirname(os.path.abspath(__file__))
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
     parser.add_argument("--out", metavar="DIR", default=here,
                         help="directory for the files (default: data/python_stdlib/)")
     out = parser.parse_args().out
@@ -50,15 +53,21 @@ def main():
             splits["val" if i % 10 == 9 else "train"].append(f.read())
     if not splits["val"]:
         raise SystemExit(f"{root}: has no standard library; install Python with its .py files")
-    os.makedirs(out, exist_ok=True)
-    for split, files in splits.items():
-        tokens = np.frombuffer(b"\n\n".join(files), dtype=np.uint8).astype(np.uint16)
-        path = os.path.join(out, f"{split}.bin")
-        tokens.tofile(path + ".tmp")
-        os.replace(path + ".tmp", path)
-        print(f"{path}: {len(tokens):,} tokens from {len(files)} files")
-    with open(os.path.join(out, "meta.json"), "w") as f:
-        json.dump({"vocab_size": 256, "tokenizer": "bytes"}, f)
+    texts = {split: b"\n\n".join(files) for split, files in splits.items()}
+    try:
+        os.makedirs(out, exist_ok=True)
+        with TemporaryDirectory(dir=out) as tmp:  # a full disk leaves nothing behind
+            for split, text in texts.items():
+                tokens = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+                tokens.tofile(f"{tmp}/{split}.bin")
+            with open(f"{tmp}/meta.json", "w") as f:
+                json.dump({"vocab_size": 256, "tokenizer": "bytes"}, f)
+            for file in os.listdir(tmp):
+                os.replace(f"{tmp}/{file}", f"{out}/{file}")
+    except OSError as e:
+        raise SystemExit(f"cannot write {out}: {e.strerror or e}; make room, or pass another --out")
+    for split, text in texts.items():
+        print(f"{out}/{split}.bin: {len(text):,} tokens from {len(splits[split])} files")
 
 
 if __name__ == "__main__":

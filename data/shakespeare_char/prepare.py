@@ -10,7 +10,9 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import urllib.request
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -29,6 +31,7 @@ def main(name, doc, tokenizer):
     """The command line, also data/shakespeare's. tokenizer: as characters()."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
     parser.add_argument("--input", metavar="FILE", help="a local copy, instead of the download")
     parser.add_argument("--out", metavar="DIR", help=f"instead of data/{name}/")
     args = parser.parse_args()
@@ -37,15 +40,20 @@ def main(name, doc, tokenizer):
     text = download(args.input)
     encode, meta = tokenizer(text)
     split = int(0.9 * len(text))  # nanoGPT's: the last tenth is for validation
-    os.makedirs(out, exist_ok=True)
-    for file, part in (("train.bin", text[:split]), ("val.bin", text[split:])):
-        tokens = np.array(encode(part), dtype=np.uint16)
-        path = os.path.join(out, file)
-        tokens.tofile(path + ".tmp")
-        os.replace(path + ".tmp", path)
-        print(f"{path}: {len(tokens):,} tokens")
-    with open(os.path.join(out, "meta.json"), "w", encoding="utf-8") as f:
-        json.dump(meta, f)
+    parts = {"train.bin": encode(text[:split]), "val.bin": encode(text[split:])}
+    try:
+        os.makedirs(out, exist_ok=True)
+        with TemporaryDirectory(dir=out) as tmp:  # a full disk leaves nothing behind
+            for file, tokens in parts.items():
+                np.array(tokens, dtype=np.uint16).tofile(f"{tmp}/{file}")
+            with open(f"{tmp}/meta.json", "w", encoding="utf-8") as f:
+                json.dump(meta, f)
+            for file in os.listdir(tmp):
+                os.replace(f"{tmp}/{file}", f"{out}/{file}")
+    except OSError as e:
+        raise SystemExit(f"cannot write {out}: {e.strerror or e}; make room, or pass another --out")
+    for file, tokens in parts.items():
+        print(f"{out}/{file}: {len(tokens):,} tokens")
 
 
 def download(path):
