@@ -226,7 +226,7 @@ def test_checkpoint_has_nanogpts_layout(tmp):
     launch(1, arguments(tmp, out, max_iters=2, bias=False))
     ckpt = read_ckpt(out)
     theirs = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
-    assert ckpt.keys() == theirs | {"param_names", "run", "scaler", "meta"}
+    assert ckpt.keys() == theirs | {"param_names", "run", "scaler", "meta", "kept"}
     assert list(ckpt["model_args"])
     assert ckpt["iter_num"] == 2
     assert ckpt["config"]["n_layer"] == 3
