@@ -220,10 +220,11 @@ def require_portable(model, optimizer, world):
                 sums[key] = t.sum(dtype=torch.float64).item()
             else:
                 wrong.append(key)
-    if world.size > 1:  # what every rank has whole must be the same
+    if world.size > 1:  # what every rank has whole must be the same; finite() looks for infinity
         ends = torch.tensor([[x, -x] for x in sums.values()], dtype=torch.float64)
         dist.all_reduce(ends, dist.ReduceOp.MAX)
-        wrong += [key for key, (high, low) in zip(sums, ends.tolist()) if high > -low]
+        wrong += [key for key, (high, low) in zip(sums, ends.tolist())
+                  if -low < high and max(high, low) < torch.inf]
     if wrong:
         raise SystemExit(f"optimizer state {wrong[0]} cannot be saved: it is neither a DTensor "
                          "placed as the parameter nor a plain tensor that is the same on all ranks "

@@ -265,12 +265,9 @@ def set_grad_sync(model, cfg, is_last_micro_batch):
 
 
 def require_gradients(wrapped, model, batch, cfg, world):
-    """SystemExit unless each rank's batch gives every trained parameter a gradient (collective).
-    FSDP2 reduces those that have one: with others on another rank it would sum gradients of
-    different parameters, or hang. So ask before the first backward: what it will reach stands in
-    the graph of a forward."""
-    if world.size == 1:
-        return
+    """SystemExit unless this batch gives every trained parameter a gradient on every rank
+    (collective). FSDP2 reduces those that have one: where ranks differ it would sum gradients of
+    different parameters, or hang. So look before the first backward, in the graph of a forward."""
     with autocast(cfg, world.device):
         todo, seen = [wrapped(*batch)[1].grad_fn], set()
     while todo:
@@ -279,12 +276,11 @@ def require_gradients(wrapped, model, batch, cfg, world):
             seen.add(node)
             todo += [parent for parent, _ in node.next_functions]
     leaves = {node.variable for node in seen if hasattr(node, "variable")}
-    reached, units = set(), [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule)]
-    for prefix, unit in units or [(ROOT, model)]:
-        if units:
-            unit.unshard()  # the graph ends in gathered parameters
-        reached |= {name for name, p in unit.named_parameters(prefix) if p in leaves}
-        if units:
+    reached = {name for name, p in model.named_parameters() if p in leaves}
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()  # where the graph ends are gathered parameters
+            reached |= {name for name, p in unit.named_parameters(prefix) if p in leaves}
             unit.reshard()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     shares = mean(torch.tensor([float(name in reached) for name in trained]), world)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(hours=12)  # of waits for one rank's disk or network
+PARENT = os.getppid()  # torchrun, if this is a rank
 ORPHAN = "torchrun is gone; this run ends without saving"
 
 
@@ -60,15 +61,9 @@ def setup(device, backend):
     return World(rank, size, device, local_size)
 
 
-@functools.cache
-def starter():
-    """The process that started this one: torchrun, if this is a rank."""
-    return os.getppid()
-
-
 def orphaned():
     """Is torchrun gone? Its ranks then have another parent."""
-    return "RANK" in os.environ and os.getppid() != starter()
+    return "RANK" in os.environ and os.getppid() != PARENT
 
 
 @functools.cache
@@ -165,7 +160,6 @@ def run(main, *args):
     rank 0. With gloo's threads alive one interpreter in ten aborts in its own clean-up (exit code
     -6), after all work is done, so a process with a group leaves through os._exit."""
     code, wait, left = 0, False, False
-    starter()  # now, while torchrun is there
     try:
         main(*args)
     except KeyboardInterrupt:

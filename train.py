@@ -63,7 +63,10 @@ def open_start(cfg, world):
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from not in ("resume", "auto"):
-        from huggingface import open_pretrained  # here, so that a fork can delete the file
+        try:
+            from huggingface import open_pretrained  # here, so that a fork can delete the file
+        except ImportError:
+            raise SystemExit(f"init_from={cfg.init_from} needs huggingface.py, which is not here")
         return from_rank0(world, lambda: open_pretrained(cfg.init_from))
     return checkpoint.find(cfg.out_dir, world)
 
@@ -214,7 +217,7 @@ def train(cfg):
             break
 
         # one optimizer step
-        if step == first_step:
+        if step == first_step and world.size > 1:
             fsdp.require_gradients(wrapped, model, batch, cfg, world)
         scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
         loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)

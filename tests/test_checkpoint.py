@@ -41,11 +41,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import checkpoint
 import fsdp
+import huggingface
 import sample
 import train
 from configurator import load_config, resolve, with_model
 from data.loader import Batches
-from huggingface import export, open_pretrained
 from model import GPT, GPTConfig
 from ranks import World, setup
 
@@ -1194,7 +1194,7 @@ def test_huggingface_bad_input_is_one_clear_line(tmp_path):
     assert p.stderr == f"{tmp_path}: no checkpoint there\n"
     assert not os.path.exists(tmp_path / "back")
     with pytest.raises(SystemExit, match="not a model in Hugging Face format"):
-        open_pretrained(str(tmp_path))
+        huggingface.open_pretrained(str(tmp_path))
 
 
 def stray_index(path):
@@ -1231,7 +1231,7 @@ def replaced(change):
     (stray_index, "model.safetensors.index.json names a file that is not beside it")])
 def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, message):
     pytest.importorskip("safetensors")
-    export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    huggingface.export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
     edit(tmp_path)
     try:
         resumed(tmp, "", init_from=str(tmp_path))
@@ -1264,7 +1264,7 @@ def test_huggingface_out_without_biases_writes_zeros(tmp, tmp_path):
     pytest.importorskip("safetensors")
     transformers = pytest.importorskip("transformers")
     launch(1, arguments(tmp, tmp_path / "out", max_iters=2, bias=False))
-    export(checkpoint.find(str(tmp_path / "out"), World()), str(tmp_path / "hf"))
+    huggingface.export(checkpoint.find(str(tmp_path / "out"), World()), str(tmp_path / "hf"))
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     ckpt = read_ckpt(tmp_path / "out")
     model = GPT(GPTConfig(**ckpt["model_args"])).eval()
