@@ -506,16 +506,17 @@ def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, 
 
 def test_checkpoint_of_the_previous_sharded_layout_is_one_clear_line(tmp, tmp_path):
     out = str(tmp_path)
-    path = tmp_path / "step-000000003"
+    path = tmp_path / "step-000000004"
     path.mkdir()
-    torch.save({"iter_num": 3}, path / "header.pt")
+    torch.save({"iter_num": 4}, path / "header.pt")
     (path / ".metadata").touch()
     line = (f"{path}: of an older version; to keep it, run that version's python checkpoint.py "
             f"full {out}, which makes it a ckpt.pt; remove it, or pass another out_dir")
     with pytest.raises(SystemExit) as e:
         checkpoint.find(out, World())
     assert e.value.code == line
-    # beside one that this version reads: passed over, and not among those that are removed
+    # beside one that this version reads: passed over, not among those that are removed, and out
+    # of the way of the same step
     full = os.path.join(tmp, "beside-an-older-layout")
     launch(1, arguments(tmp, full, max_iters=1))
     shutil.copy(os.path.join(full, "ckpt.pt"), tmp_path)
@@ -523,7 +524,7 @@ def test_checkpoint_of_the_previous_sharded_layout_is_one_clear_line(tmp, tmp_pa
     p = launch(1, arguments(tmp, out, max_iters=5, **run))
     assert p.stderr == f"skipping {line}\n" and "at step 1" in p.stdout
     assert complete(out) == ["step-000000005"]
-    assert sorted(os.listdir(path)) == [".metadata", "header.pt"]
+    assert sorted(os.listdir(f"{path}.old")) == [".metadata", "header.pt"]
 
 
 def test_checkpoint_of_a_version_with_other_keys_is_resumed(tmp):
@@ -1250,7 +1251,7 @@ def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, me
 def test_huggingface_model_and_sizes_that_contradict_it_are_refused(sound, tmp_path, argv, message):
     """If they are given, though they may be the defaults; what is not given is the directory's."""
     pytest.importorskip("safetensors")
-    export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    huggingface.export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
     cfg = resolve(load_config([*argv, f"--init_from={tmp_path}", "--device=cpu"]), World())
     if message is None:
         assert train.choose_start(cfg, World())[0].n_layer == 3
