@@ -7,22 +7,31 @@ Fake `cuda` tensors have a device and no memory. PyTorch without CUDA runs neith
 copies between devices on them, so whole steps wait for a GPU (docs/gpu.md).
 """
 
+import gc
 import os
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import on_ranks, tiny, values
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkpoint
+import fsdp
 import ranks
 import train
 from configurator import resolve
+from data.loader import Batches
 from model import attend
+from optimizer import make_optimizer
+
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("dtype, grouped", [
@@ -84,3 +93,95 @@ def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     """A new thread's device is GPU 0, whatever its rank's is."""
     on_gpu, serial, written = values(on_ranks(1, {"": (case_writer, dict(tmp=tmp))}), "")[0]
     assert (on_gpu, serial) == (0, 1) and "step-000000001" in written
+
+
+def test_cuda_sharded_adamw_keeps_nothing_of_a_step(tmp):
+    """torch 2.11 keeps two DTensorSpecs a parameter and step, so requirements.txt asks for more."""
+    def specs():
+        gc.collect()
+        return sum(type(o).__name__ == "DTensorSpec" for o in gc.get_objects())
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh, model = dist.init_device_mesh("cpu", (2,)), torch.nn.Linear(8, 8)
+        fully_shard(model, mesh=mesh)
+        optimizer, counts = make_optimizer(model, tiny(tmp)), []
+        for _ in range(4):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            counts.append(specs())
+    finally:
+        dist.destroy_process_group()
+    assert counts[1] == counts[3]
+
+
+# ---------- fake tensors ------------------------------------------------------
+
+
+def on_fake_gpu(function):
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return function()
+
+
+def half_offloaded():
+    """Parameters with gradients, every other one in host memory."""
+    model = torch.nn.Module()
+    for i in range(4):
+        p = torch.nn.Parameter(torch.empty((4, 4)[i // 2:], device=(CUDA, "cpu")[i % 2]))
+        p.grad = torch.empty_like(p)
+        model.register_parameter(f"p{i}", p)
+    return model
+
+
+def test_cuda_clipping_scales_gradients_where_they_are():
+    """One norm of both memories, on the device; a scale copied to where gradients are."""
+    def clipped():
+        return fsdp.clip_grad_norm(half_offloaded(), 1.0, ranks.World(device=CUDA)).device
+
+    scaled = []
+    with patch.object(torch, "_foreach_mul_", lambda ts, scale: scaled.append(
+            ({t.device.type for t in ts}, len(ts), scale.device.type))):
+        assert on_fake_gpu(clipped) == CUDA
+    assert sorted(scaled, key=str) == [({"cpu"}, 2, "cpu"), ({"cuda"}, 2, "cuda")]
+
+
+def test_cuda_adamw_keeps_its_state_beside_the_parameters(tmp):
+    """Adam's step too: fused kernels want it on their device."""
+    def devices():
+        model = half_offloaded()
+        update = make_optimizer(model, tiny(tmp))
+        update.step()
+        return [(p.device, {t.device for t in update.state[p].values()}, len(update.state[p]))
+                for p in model.parameters()]
+
+    for device, of_state, n in on_fake_gpu(devices):
+        assert of_state == {device} and n == 3
+
+
+def test_cuda_one_gpu_evaluates_and_gathers(tmp):
+    """Forward, loss and masks make nothing on another device; a gathered tensor is the host's."""
+    world = ranks.World(device=CUDA)
+    cfg = resolve(tiny(tmp, device="cuda", strategy="single", dtype="bfloat16"), world)
+    meta = train.meta_model(cfg)
+
+    def evaluated():
+        model = fsdp.parallelize(meta, cfg, world)
+        x = torch.empty(2, 16, dtype=torch.int64, device=CUDA)
+        with fsdp.inference(model):
+            loss = model(x, x)[1]
+        gathered = {fsdp.gather_full(p, world).device.type for p in model.parameters()}
+        return loss.device, {p.device for p in model.parameters()}, gathered
+
+    assert on_fake_gpu(evaluated) == (CUDA, {CUDA}, {"cpu"})
+
+
+def test_cuda_batches_are_pinned_before_they_are_copied(tmp):
+    """Or the copy would wait for the GPU; non_blocking only where memory is pinned."""
+    batches = Batches(tiny(tmp), ranks.World(device=CUDA))
+    x = MagicMock()
+    with torch.no_grad():
+        batches.to_device(x, x)
+    pinned = x.pin_memory.return_value
+    pinned.to.assert_called_with(CUDA, non_blocking=pinned.is_pinned.return_value)
+    assert not x.to.called

@@ -371,7 +371,7 @@ def test_muon_resume_with_the_other_optimizer_is_one_clear_line(tmp):
     assert p.returncode == 1
     assert p.stderr.strip() == (
         f"optimizer=adamw in this run, but {out}/ckpt.pt has optimizer=muon; pass "
-        "--optimizer=muon, or another out_dir")
+        "--optimizer=muon, or another out_dir or init_from")
     nanogpts = checkpoint.Source("ckpt.pt", dict(config={}, model_args={}))
     with pytest.raises(SystemExit, match="pass --optimizer=adamw, or another out_dir"):
         checkpoint.compare(nanogpts, tiny(tmp, **MUON))
