@@ -287,7 +287,9 @@ def atomic(path):
 def remove(path):
     """What a run that died left at path, or a link there, but not what that names."""
     with writing(path):
-        if os.path.isdir(path) and not os.path.islink(path):
+        if os.path.exists(os.path.join(path, "header.pt")):  # an older version's is kept
+            os.rename(path, path + ".old")
+        elif os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):
             os.remove(path)
