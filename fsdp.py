@@ -71,6 +71,8 @@ def shard(model, cfg, world):
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     # the root stays gathered: backward begins with it
     fully_shard(model, reshard_after_forward=False, **common, **offload.get(ROOT, {}))
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on: zeros for what a
+        model.set_reduce_scatter_unused_params(True)  # later batch leaves without a gradient
 
     # d) materialize, only this rank's rows; to_empty swaps DTensors in place, so ties survive
     for name, unit in units + [(ROOT, model)]:

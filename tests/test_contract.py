@@ -14,6 +14,7 @@ import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from unittest.mock import patch
 
 import formulas
 import pytest
@@ -26,8 +27,10 @@ from harness import (
     read_ckpt,
     run_training,
 )
+from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
+import fsdp
 import sample
 import train
 from checkpoint import first_line
@@ -597,6 +600,25 @@ def test_contract_run_refuses_gradients_that_not_all_ranks_have(tmp, idle):
     for name in IDLE:
         for rank in results[name]:
             assert re.fullmatch(said, rank["error"]), name
+
+
+def case_idle_later(**run):
+    """As if all ranks had the same gradients in the first batch only."""
+    with patch.object(fsdp, "require_gradients"):
+        return run_training(**run)
+
+
+def test_contract_run_fills_in_zeros_where_a_later_batch_has_no_gradient(tmp, idle):
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("from torch 2.13 on")
+    run = dict(tmp=tmp, model=idle, name="idle-later", **MANY)
+    expected = [row["loss"] for row in run_training(**run)]
+    cases = {name: (case_idle_later, dict(run, **IDLE[name], name=f"idle-{name}"))
+             for name in ("shard_grad_op", "full_shard", "hybrid_shard")}
+    results = on_ranks(2, cases)
+    for name in cases:
+        for rows in ran(results, name):
+            assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
 
 
 def test_contract_run_without_flops_says_so_once(tmp, idle, capsys):
