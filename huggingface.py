@@ -145,7 +145,7 @@ def export(source, path, dtype="float32"):
     if model == "gpt2":
         theirs.update(dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args["dropout"]))
     else:
-        longest = max(args["block_size"], origin.get("max_position_embeddings", 0))
+        longest = max(args["block_size"], origin.get("max_position_embeddings") or 0)
         theirs["max_position_embeddings"] = longest  # rotary: a shorter training takes none away
         theirs["head_dim"] = args["head_dim"] or args["n_embd"] // args["n_head"]
         if args["rope_factor"] > 1:
