@@ -55,7 +55,10 @@ USUAL = ["gpt2", "moe", *(["llama"] if os.path.exists(os.path.join(HERE, "llama.
 
 def small(tmp, model, **overrides):
     """The config of a small run, by way of flags, as a user's."""
-    return load_config(arguments(tmp, "out", model=model, vocab_size=67, **KEYS, **overrides))
+    try:
+        return load_config(arguments(tmp, "out", model=model, vocab_size=67, **KEYS, **overrides))
+    except SystemExit as e:  # what is wrong with a key
+        ask(False, e.code)
 
 
 def tokens(n=16):
@@ -103,7 +106,7 @@ def test_contract_keys(tmp, model):
     keys = {f.name for f in fields(module.ModelConfig)}
     lacks = {"block_size", "vocab_size", "n_layer"} - keys
     ask(not lacks, f"add to ModelConfig, as other files read it: {named(lacks)}")
-    cfg = small(tmp, model)  # its SystemExit says what is wrong with a key
+    cfg = small(tmp, model)
     assert cfg.vocab_size == 67
     ours = train.meta_model(cfg)
     for name in ("config", "blocks", "initial_value"):
@@ -471,6 +474,10 @@ REVERSED = """        layers = reversed(self.transformer.items())
 FAULTS = {  # name: (which test, its sentence, {what moe.py has: what its copy has instead})
     "sizes": ("keys", "add to ModelConfig, as other files read it: ", {
         LAST: "@dataclass\nclass ModelConfig:\n    vocab_size: int = 9\n\n\nModel = MoE"}),
+    "collision": ("keys", "every run has a key momentum; rename ModelConfig's", {
+        "n_expert: int = 4": "momentum: int = 4"}),
+    "type": ("keys", "ModelConfig.n_expert, a <class 'list'>, must be an int, float", {
+        "n_expert: int = 4": "n_expert: list = None"}),
     "config": ("keys", "set self.config = config", {
         LAST: f"{LAST}\nMoE.config = property(lambda self: None, lambda *_: None)"}),
     "buffer": ("parameters", r"compute transformer\.h\.0\.angles, .* in forward", {
