@@ -64,6 +64,7 @@ class Saver:
 
     def __init__(self, out_dir, world):
         self.out_dir, self.world = out_dir, world
+        self.kept = None  # of a Hugging Face model that training began with, for an export
         self.saving = None  # a sharded save under way: the future of complete()
         self.background = ThreadPoolExecutor(1)
         # its collectives must not mix with training's, and ranks wait there for the slowest disk
@@ -137,7 +138,8 @@ class Saver:
         self.finish(wait=True)
         reshard(model)  # so that its parameters are the shards
         header = make_header(model, optimizer, scaler, self.cfg)
-        header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss)
+        header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss,
+                      kept=self.kept)
         tensors = flat_state(model, optimizer)
         require_portable(model, optimizer, self.world)
         if not finite(tensors, self.world):
@@ -220,10 +222,11 @@ def require_portable(model, optimizer, world):
                 sums[key] = t.sum(dtype=torch.float64).item()
             else:
                 wrong.append(key)
-    if world.size > 1:  # what every rank has whole must be the same
+    if world.size > 1:  # what every rank has whole must be the same; finite() looks for infinity
         ends = torch.tensor([[x, -x] for x in sums.values()], dtype=torch.float64)
         dist.all_reduce(ends, dist.ReduceOp.MAX)
-        wrong += [key for key, (high, low) in zip(sums, ends.tolist()) if high > -low]
+        wrong += [key for key, (high, low) in zip(sums, ends.tolist())
+                  if -low < high and max(high, low) < torch.inf]
     if wrong:
         raise SystemExit(f"optimizer state {wrong[0]} cannot be saved: it is neither a DTensor "
                          "placed as the parameter nor a plain tensor that is the same on all ranks "
@@ -232,10 +235,10 @@ def require_portable(model, optimizer, world):
 
 def finite(tensors, world):
     """Is no number NaN or infinite? (collective: each rank looks at its rows)"""
-    rows = [local(t) for t in tensors.values()]
+    rows = [local(t) for t in tensors.values() if t.is_floating_point()]
     # aminmax passes NaN on, and needs no memory; a rank may have no rows
-    ends = [end for t in rows if t.numel() for end in t.aminmax()]
-    return everywhere(all(end.isfinite() for end in ends), world)
+    good = all(end.isfinite() for t in rows if t.numel() for end in t.aminmax())
+    return mean(torch.tensor(float(good)), world, patient=True) == 1
 
 
 def make_header(model, optimizer, scaler, cfg):
@@ -284,7 +287,9 @@ def atomic(path):
 def remove(path):
     """What a run that died left at path, or a link there, but not what that names."""
     with writing(path):
-        if os.path.isdir(path) and not os.path.islink(path):
+        if os.path.exists(os.path.join(path, "header.pt")):  # an older version's is kept
+            os.rename(path, path + ".old")
+        elif os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):
             os.remove(path)
@@ -407,10 +412,9 @@ def open_sharded(path):
     if text != sealed(header):
         raise ValueError(f"its {HEADER} is damaged")
     metadata = MetadataReader(path).read_metadata()
-    if {s.relative_path for s in metadata.storage_data.values()} - header["files"].keys():
-        raise ValueError(f"its .metadata names a file that {HEADER} does not list")
-    if any(map(os.path.dirname, header["files"])):
-        raise ValueError(f"its {HEADER} lists a file that is not beside it")
+    strange = {s.relative_path for s in metadata.storage_data.values()} - header["files"].keys()
+    if strange or any(map(os.path.dirname, header["files"])):
+        raise ValueError(f"its .metadata names a file that is not beside it, or not in {HEADER}")
     entries = metadata.state_dict_metadata
 
     def get(key):
@@ -496,11 +500,6 @@ def intact(source, world):
             torch.load(source.path, map_location="meta", weights_only=True)  # the zip's directory
     except Exception:  # no such file, or not a zip any more
         good = False
-    return everywhere(good, world)
-
-
-def everywhere(good, world):
-    """Is it so on all ranks? (collective)"""
     return mean(torch.tensor(float(good)), world, patient=True) == 1
 
 
@@ -516,24 +515,30 @@ def checksum(path):
 # ---------- loading -----------------------------------------------------------
 
 
-def compare(source, cfg):
-    """SystemExit if this run's model is not the checkpoint's. Else lines, one or none, that name
-    other settings which differ, maybe on purpose."""
+def compare(source, cfg, resumed=True):
+    """SystemExit if this run's model is not the checkpoint's; one that starts from its weights has
+    its sizes, where it names none. Else lines that say what differs, maybe on purpose."""
     before = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}  # nanoGPT's
     before.update(source.header["model_args"])
     ours, keys = asdict(cfg), [f.name for f in fields(Config)]
     for key in ("model", "optimizer", *asdict(model_config(cfg))):
+        if not resumed and (key not in cfg.given or key == "optimizer"):
+            continue
         cropped = key == "block_size" and ours[key] < before.get(key, 0) and not source.sharded
         if ours[key] != before.get(key, ours[key]) and key != "dropout" and not cropped:
-            remedy = f"pass --{key}={before[key]}, or another out_dir"
-            if key == "vocab_size":
+            remedy = f"pass --{key}={before[key]}, or another out_dir or init_from"
+            if key == "vocab_size" and resumed:
                 remedy = "use the data set that it was trained on, or another out_dir"
             raise SystemExit(f"{key}={ours[key]} in this run, but {source.path} has {key}="
                              f"{before[key]}; {remedy}")
     keys = keys[keys.index("dataset"):keys.index("device")] + ["block_size", "dropout"]
     differ = [f"{key}={ours[key]!r} (was {before[key]!r})" for key in keys
               if key in ours.keys() & before and key != "max_iters" and ours[key] != before[key]]
-    return [f"this run differs from that of {source.path}: {', '.join(differ)}"] if differ else []
+    lines = [f"this run differs from that of {source.path}: {', '.join(differ)}"] if differ else []
+    if cfg.decay_lr and cfg.max_iters > cfg.lr_decay_iters:
+        lines.append(f"from step lr_decay_iters={cfg.lr_decay_iters} to max_iters={cfg.max_iters} "
+                     f"the learning rate is min_lr={cfg.min_lr}")
+    return lines if resumed else []
 
 
 def load(source, model, optimizer, world):
@@ -592,9 +597,10 @@ def main(argv):
     source = open_newest(argv[1])
     if not source.sharded:
         return print(f"{source.path} is a full checkpoint already")
+    saver = Saver(argv[1], World())  # a run there would write, or move the directory away
     path = os.path.join(argv[1], "ckpt.pt")
     flat = {key: source.get(key) for key in source.header.pop("shapes")}
-    write_ckpt(path, flat, source.header)
+    saver.from_rank0(write_ckpt, path, flat, source.header)
     print(f"{source.path} -> {path}")
 
 

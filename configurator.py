@@ -119,6 +119,8 @@ class Config:
     #   every micro-batch (least memory) or the last; auto: last for ddp, every when sharded
 
 
+Config.given = ()  # of a config from load_config: the keys that files and flags have set
+
 # ---------- the model's keys join those of Config -----------------------------
 
 
@@ -182,7 +184,8 @@ def load_config(argv, flags=()):
             if late and key not in cls.__dataclass_fields__:
                 raise SystemExit(f"{arg}: model={cls.model} has no key {key}; --model comes first")
             values[key] = coerce(key, value, cls, arg, flags)
-    return make_config(config_class(values.get("model", Config.model)), values)
+    cls = config_class(values.get("model", Config.model))
+    return make_config(type("RunConfig", (cls,), {"given": tuple(values)}), values)
 
 
 def make_config(cls, values):

@@ -63,7 +63,10 @@ def open_start(cfg, world):
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from not in ("resume", "auto"):
-        from huggingface import open_pretrained  # here, so that a fork can delete the file
+        try:
+            from huggingface import open_pretrained  # here, so that a fork can delete the file
+        except ImportError:
+            raise SystemExit(f"init_from={cfg.init_from} needs huggingface.py, which is not here")
         return from_rank0(world, lambda: open_pretrained(cfg.init_from))
     return checkpoint.find(cfg.out_dir, world)
 
@@ -74,16 +77,17 @@ def choose_start(cfg, world):
     if source is None and cfg.init_from == "resume":
         raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
                          "or auto to resume only if there is one")
-    resumed = source is not None and cfg.init_from in ("resume", "auto")
-    theirs = with_model(cfg, source) if source else cfg  # or a line that says what is wrong there
-    if source and not resumed:
+    if source is None:
+        return with_vocabulary(cfg), None, False
+    resumed = cfg.init_from in ("resume", "auto")
+    theirs = with_model(cfg, source)  # or a line that says what is wrong there
+    if resumed:
+        cfg = with_vocabulary(cfg, source)
+    for line in checkpoint.compare(source, cfg, resumed):
+        print0(world, line)
+    if not resumed:
         shorter = min(cfg.block_size, theirs.block_size)  # which saves memory
         cfg = replace(theirs, block_size=shorter)
-    else:
-        cfg = with_vocabulary(cfg, source)
-    if resumed:
-        for line in checkpoint.compare(source, cfg):
-            print0(world, line)
     return cfg, source, resumed
 
 
@@ -176,8 +180,10 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     if saver:
         saver.claim(cfg, source if resumed else None)
+        saver.kept = source.header.get("kept") if source else None
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
+    del source  # with it goes the map of its file, which may be on disk for that alone
     log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg), world))
     stop = StopSignal(world)
 

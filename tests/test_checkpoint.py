@@ -31,6 +31,7 @@ from harness import (
     read_ckpt,
     read_metrics,
     resident,
+    run_training,
     script,
     tiny,
     trained,
@@ -40,11 +41,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import checkpoint
 import fsdp
+import huggingface
 import sample
 import train
-from configurator import resolve, with_model
+from configurator import load_config, resolve, with_model
 from data.loader import Batches
-from huggingface import export, open_pretrained
 from model import GPT, GPTConfig
 from ranks import World, setup
 
@@ -225,7 +226,7 @@ def test_checkpoint_has_nanogpts_layout(tmp):
     launch(1, arguments(tmp, out, max_iters=2, bias=False))
     ckpt = read_ckpt(out)
     theirs = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
-    assert ckpt.keys() == theirs | {"param_names", "run", "scaler", "meta"}
+    assert ckpt.keys() == theirs | {"param_names", "run", "scaler", "meta", "kept"}
     assert list(ckpt["model_args"])
     assert ckpt["iter_num"] == 2
     assert ckpt["config"]["n_layer"] == 3
@@ -332,6 +333,36 @@ def test_checkpoint_command_without_a_sharded_one_is_one_clear_line(tmp, tmp_pat
     assert "is a full checkpoint already" in make_full(tmp_path)
 
 
+def test_checkpoint_command_leaves_a_running_run_alone(sound, tmp_path, monkeypatch):
+    out = str(tmp_path / "out")
+    shutil.copytree(sound["sharded"][0], out)
+    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: None)
+    run = checkpoint.Saver(out, World())
+    with pytest.raises(SystemExit, match="is in use by process"):
+        checkpoint.main(["full", out])
+    run.file.close()
+    checkpoint.main(["full", out])
+    assert read_ckpt(out)["iter_num"] == 4
+
+
+def test_checkpoint_that_a_run_starts_from_is_not_mapped_while_it_trains(tmp, monkeypatch):
+    """Its disk space is free once the next one has its name."""
+    out, mapped = os.path.join(tmp, "mapped"), []
+    launch(1, arguments(tmp, out, max_iters=1))
+
+    def looking(function):
+        def look(*args):
+            with open("/proc/self/maps") as f:
+                mapped.append(f"{out}/ckpt.pt" in f.read())
+            return function(*args)
+        return look
+
+    for name in ("build", "Log"):
+        monkeypatch.setattr(train, name, looking(getattr(train, name)))
+    run_training(tmp, "mapped", init_from="resume", max_iters=2)
+    assert mapped == [True, False]
+
+
 # -----------------------------------------------------------------------------
 # complete or not there
 
@@ -397,9 +428,9 @@ class Background:
 
 @pytest.fixture
 def sharded(tmp, tmp_path, monkeypatch):
-    """(saver, Background, the model's arguments of a save) in tmp_path / "out"."""
+    """(saver, Background, the model's arguments of a save) in tmp_path / "out[1]"."""
     world, cfg, _, model, optimizer = built(tmp, checkpoint="sharded")
-    saver = checkpoint.Saver(str(tmp_path / "out"), world)
+    saver = checkpoint.Saver(str(tmp_path / "out[1]"), world)
     saver.claim(cfg, None)
     return saver, Background(monkeypatch, saver), (model, optimizer)
 
@@ -413,7 +444,7 @@ def ended(saver):
 
 def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp_path):
     saver, background, state = sharded
-    out = tmp_path / "out"
+    out = tmp_path / "out[1]"
     old_layout, half = out / "step-000000000", out / "step-000000005"
     for path, name in ((old_layout, "header.pt"), (half, ".metadata")):
         path.mkdir()
@@ -445,13 +476,17 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
 
 def test_checkpoint_keeps_as_many_as_it_is_told(sharded, tmp_path):
     saver, background, state = sharded
+    other = tmp_path / "out1" / "step-000000000"  # what out[1] would name as a pattern
+    other.mkdir(parents=True)
+    (other / "header.json").touch()
     for keep, kept in ((1, [3]), (3, [1, 2, 3])):
         saver.cfg = replace(saver.cfg, keep_checkpoints=keep)
         for step in (1, 2, 3):
             save(saver, *state, step)
             background.pending[-1].set_result(None)
             saver.finish(wait=True)
-        assert complete(tmp_path / "out") == [f"step-{step:09d}" for step in kept]
+        assert complete(tmp_path / "out[1]") == [f"step-{step:09d}" for step in kept]
+    assert os.listdir(other) == ["header.json"]
 
 
 def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, monkeypatch):
@@ -466,21 +501,22 @@ def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, 
     background.pending[-1].set_result(None)
     with pytest.raises(SystemExit, match="not the same directory on all nodes: .* lacks __1_0.dis"):
         ended(saver)
-    assert complete(tmp_path / "out") == []
+    assert complete(tmp_path / "out[1]") == []
 
 
 def test_checkpoint_of_the_previous_sharded_layout_is_one_clear_line(tmp, tmp_path):
     out = str(tmp_path)
-    path = tmp_path / "step-000000003"
+    path = tmp_path / "step-000000004"
     path.mkdir()
-    torch.save({"iter_num": 3}, path / "header.pt")
+    torch.save({"iter_num": 4}, path / "header.pt")
     (path / ".metadata").touch()
     line = (f"{path}: of an older version; to keep it, run that version's python checkpoint.py "
             f"full {out}, which makes it a ckpt.pt; remove it, or pass another out_dir")
     with pytest.raises(SystemExit) as e:
         checkpoint.find(out, World())
     assert e.value.code == line
-    # beside one that this version reads: passed over, and not among those that are removed
+    # beside one that this version reads: passed over, not among those that are removed, and out
+    # of the way of the same step
     full = os.path.join(tmp, "beside-an-older-layout")
     launch(1, arguments(tmp, full, max_iters=1))
     shutil.copy(os.path.join(full, "ckpt.pt"), tmp_path)
@@ -488,7 +524,7 @@ def test_checkpoint_of_the_previous_sharded_layout_is_one_clear_line(tmp, tmp_pa
     p = launch(1, arguments(tmp, out, max_iters=5, **run))
     assert p.stderr == f"skipping {line}\n" and "at step 1" in p.stdout
     assert complete(out) == ["step-000000005"]
-    assert sorted(os.listdir(path)) == [".metadata", "header.pt"]
+    assert sorted(os.listdir(f"{path}.old")) == [".metadata", "header.pt"]
 
 
 def test_checkpoint_of_a_version_with_other_keys_is_resumed(tmp):
@@ -722,12 +758,15 @@ def test_run_resumed_otherwise_says_what_differs(tmp):
     launch(1, arguments(tmp, out, max_iters=2))
     run = dict(init_from="resume", log_interval=2, eval_interval=3, max_iters=3)
     p = launch(1, arguments(tmp, out, **run))
-    assert "differs" not in p.stdout
-    run.update(max_iters=4, seed=7, batch_size=3, beta2=0.9, dropout=0.1, block_size=8)
+    assert "differs" not in p.stdout and "lr_decay_iters" not in p.stdout
+    run.update(max_iters=4, lr_decay_iters=3, seed=7, batch_size=3, beta2=0.9,
+               dropout=0.1, block_size=8)
     p = launch(1, arguments(tmp, out, **run))
     assert f"this run differs from that of {out}/ckpt.pt: " in p.stdout
-    assert (": batch_size=3 (was 2), seed=7 (was 1337), beta2=0.9 (was 0.95), block_size=8 (was "
-            "16), dropout=0.1 (was 0.0)\n") in p.stdout
+    assert (": batch_size=3 (was 2), seed=7 (was 1337), beta2=0.9 (was 0.95), lr_decay_"
+            "iters=3 (was 20), block_size=8 (was 16), dropout=0.1 (was 0.0)\n") in p.stdout
+    assert ("from step lr_decay_iters=3 to max_iters=4 the learning rate is min_lr=0.0001\n"
+            in p.stdout)
 
 
 def test_run_resumed_with_another_vocabulary_names_a_remedy_that_works(tmp):
@@ -961,14 +1000,14 @@ def test_checkpoint_that_is_pruned_while_it_is_opened_is_one_clear_line(sound, t
 
 
 def case_not_finite(tmp, out, **overrides):
-    """A save when one rank's rows have an infinite number."""
+    """A save when a rank's rows have an infinite number."""
     world, cfg, wrapped, model, optimizer = built(tmp, keep_checkpoints=1, **overrides)
     one_step(world, cfg, wrapped, model, optimizer)
     saver = checkpoint.Saver(out, world)
     saver.claim(cfg, None)
     save(saver, model, optimizer, 1)
     state = optimizer.state[model.transformer.wte.weight]["exp_avg"]
-    if world.rank == 1:
+    if world.rank == 1 or cfg.strategy == "ddp":  # where all ranks have the same
         checkpoint.local(state)[-1, -1] = torch.inf
     try:
         save(saver, model, optimizer, 2)
@@ -978,7 +1017,7 @@ def case_not_finite(tmp, out, **overrides):
 
 @pytest.mark.parametrize("strategy, kind", [("ddp", "full"), ("full_shard", "sharded")])
 def test_checkpoint_that_is_not_finite_is_never_saved(tmp, tmp_path, strategy, kind):
-    """Whoever has it, no rank saves: by a stop signal too, before the loss shows it."""
+    """Whoever has it, no rank saves."""
     kwargs = dict(tmp=tmp, out=str(tmp_path), strategy=strategy, checkpoint=kind)
     for code, kept in values(on_ranks(2, {"save": (case_not_finite, kwargs)}), "save"):
         assert code.startswith("weights or optimizer state are not finite after step 2 and are not")
@@ -1017,7 +1056,7 @@ def attack_by_path(metadata, trap):
     next(iter(metadata.storage_data.values())).relative_path = "../x"
 
 
-RUNS, READS = "it wants to run", "its .metadata names a file that header.json does not list"
+RUNS, READS = "it wants to run", "its .metadata names a file that is not beside it, or not in"
 
 
 @pytest.mark.parametrize("attack, message", [
@@ -1059,7 +1098,7 @@ def test_security_a_file_elsewhere_is_not_read(sound, tmp_path, name):
     header["files"][name] = 0
     del header["checksum"]
     (step / "header.json").write_text(checkpoint.sealed(header))
-    with pytest.raises(ValueError, match="lists a file that is not beside it"):
+    with pytest.raises(ValueError, match="names a file that is not beside it"):
         checkpoint.open_sharded(str(step))
 
 
@@ -1138,7 +1177,7 @@ def test_huggingface_in_and_out(tmp, tmp_path):
     for logits in values(on_ranks(2, {"hf": (case_huggingface, kwargs)}), "hf"):
         assert (torch.tensor(logits) - expected).abs().max() < 1e-5
     out = tmp_path / "out"
-    launch(1, arguments(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20))
+    launch(1, arguments(tmp, out, init_from=tmp_path / "hf", max_iters=2, block_size=20, n_layer=2))
     p = script("huggingface.py", out, tmp_path / "back")
     assert p.returncode == 0, p.stderr
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
@@ -1156,7 +1195,7 @@ def test_huggingface_bad_input_is_one_clear_line(tmp_path):
     assert p.stderr == f"{tmp_path}: no checkpoint there\n"
     assert not os.path.exists(tmp_path / "back")
     with pytest.raises(SystemExit, match="not a model in Hugging Face format"):
-        open_pretrained(str(tmp_path))
+        huggingface.open_pretrained(str(tmp_path))
 
 
 def stray_index(path):
@@ -1193,7 +1232,7 @@ def replaced(change):
     (stray_index, "model.safetensors.index.json names a file that is not beside it")])
 def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, message):
     pytest.importorskip("safetensors")
-    export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    huggingface.export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
     edit(tmp_path)
     try:
         resumed(tmp, "", init_from=str(tmp_path))
@@ -1203,12 +1242,30 @@ def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, me
     assert said == message if message is None else message in said and "\n" not in said
 
 
+@pytest.mark.parametrize("argv, message", [
+    ([], None), (["--n_layer=3", "--block_size=8", "--dropout=0.1"], None),
+    (["--n_layer=12"], "n_layer=12 in this run, but DIR has n_layer=3; pass --n_layer=3, or "),
+    (["--vocab_size=50304"], "vocab_size=50304 in this run, but DIR has vocab_size=67; pass --v"),
+    (["--block_size=32"], "block_size=32 in this run, but DIR has block_size=16; pass --block_"),
+    (["--model=llama"], "model=llama in this run, but DIR has model=gpt2; pass --model=gpt2,")])
+def test_huggingface_model_and_sizes_that_contradict_it_are_refused(sound, tmp_path, argv, message):
+    """If they are given, though they may be the defaults; what is not given is the directory's."""
+    pytest.importorskip("safetensors")
+    huggingface.export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    cfg = resolve(load_config([*argv, f"--init_from={tmp_path}", "--device=cpu"]), World())
+    if message is None:
+        assert train.choose_start(cfg, World())[0].n_layer == 3
+    else:
+        with pytest.raises(SystemExit, match=re.escape(message.replace("DIR", str(tmp_path)))):
+            train.choose_start(cfg, World())
+
+
 def test_huggingface_out_without_biases_writes_zeros(tmp, tmp_path):
     """GPT-2 has biases everywhere; a model without them gives the same logits there."""
     pytest.importorskip("safetensors")
     transformers = pytest.importorskip("transformers")
     launch(1, arguments(tmp, tmp_path / "out", max_iters=2, bias=False))
-    export(checkpoint.find(str(tmp_path / "out"), World()), str(tmp_path / "hf"))
+    huggingface.export(checkpoint.find(str(tmp_path / "out"), World()), str(tmp_path / "hf"))
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     ckpt = read_ckpt(tmp_path / "out")
     model = GPT(GPTConfig(**ckpt["model_args"])).eval()

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from harness import HERE, script, tiny
+from harness import HERE, of_ours, script, tiny
 
 import train
 from checkpoint import Source
@@ -115,6 +115,7 @@ def text_of(*patterns, without=()):
     return out
 
 
+@of_ours
 def test_config_every_key_is_read_and_tested():
     """A key that no code reads, or no test sets, is a defect."""
     code = text_of("*.py", "data/*.py", without=("test_fsdp.py", "conftest.py", "configurator.py"))

@@ -12,10 +12,10 @@ import torch
 from harness import plain_gpt
 from torch.nn import functional as F
 
+import sample
 from metrics import flops_per_token
 from model import GPT, GPTConfig, attend
 from ranks import World
-from sample import generate
 
 
 def small_gpt(**sizes):
@@ -107,7 +107,8 @@ def test_model_generate_draws_from_the_top_k_of_the_real_vocabulary():
 
     def drawn(temperature):
         generator = torch.Generator().manual_seed(0)
-        return generate(gpt, prompt, 1, temperature, 3, vocab_size=50, generator=generator)[:, 1]
+        options = dict(vocab_size=50, generator=generator)
+        return sample.generate(gpt, prompt, 1, temperature, 3, **options)[:, 1]
 
     allowed = gpt(prompt[:1])[0][0, 0, :50].topk(3).indices
     for temperature in (0.8, 1.0, 2.0):

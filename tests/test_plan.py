@@ -445,8 +445,7 @@ HYBRID = ["--strategy=hybrid_shard", "--shard_group_size=4"]
 WAYS = {"ddp": (7, ["--strategy=ddp"]), "shard_grad_op": (7, ["--strategy=shard_grad_op"]),
         "full_shard": (7, ["--strategy=full_shard"]), "hybrid_shard": (16, HYBRID)}
 ON_ALL = [
-    *([f"--grad_sync={sync}", f"micro_batches={n}"] for sync in ("every", "last")
-      for n in (1, 2, 5)),
+    *([f"--grad_sync={sync}", f"micro_batches={n}"] for sync in ("every", "last") for n in (2, 5)),
     ["--reduce_dtype=bfloat16"], ["--dtype=float32"], ["--freeze=mlp", "micro_batches=2"],
     [r"--freeze=wte|wpe|h\.[01]\.", "micro_batches=2"],
     [r"--freeze=wte|wpe|h\.[01]\.", "--grad_sync=last", "micro_batches=4"], [r"--freeze=h\.1\."],
@@ -667,7 +666,7 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
 
 @pytest.mark.parametrize("argv, message", [
     (["config/gpt3_175b.py", "--world_size=96"], "shard_group_size=128"),
-    (["--world_size=100000000"], "--world_size=100000000: pass at most 32768"),
+    (["--world_size=100000000"], "--world_size=100000000: pass at most 16384"),
     (["--world_size=8", "--strategy=single"], "on cuda, 8 processes: use ddp or full_shard"),
     (["--strategy=zero"], "invalid choice: 'zero'"),
     (["--world_size=0"], "--world_size=0"), (["--world_size=1.5"], "invalid int value: '1.5'"),

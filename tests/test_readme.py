@@ -19,7 +19,7 @@ from glob import glob
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, Ranks, flags, launch, on_ranks, python, shell, values
+from harness import HERE, Ranks, flags, launch, of_ours, on_ranks, python, shell, values
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -39,10 +39,12 @@ def read(path):
 # README.md and docs/
 
 
+@of_ours
 def test_readme_has_at_most_200_lines():
     assert len(read("README.md").splitlines()) <= 200
 
 
+@of_ours
 def test_readme_tells_how_long_the_core_is():
     files = ("model.py", "train.py", "fsdp.py", "ranks.py")
     assert sum(len(read(file).splitlines()) for file in files) <= 960
@@ -120,11 +122,15 @@ def main_in(here, module, argv):
     importlib.import_module(module).main(argv)
 
 
+def copied(path):
+    """The project without what git ignores."""
+    left_out = (".git", ".venv", "out", "out-*", "*.bin", "__pycache__", ".*_cache")
+    return shutil.copytree(HERE, path, ignore=shutil.ignore_patterns(*left_out))
+
+
 def test_readme_commands_run(tmp_path):
     """In a copy of the project, in order: README.md, then the pages of docs/."""
-    copy = tmp_path / "copy"
-    left_out = (".git", ".venv", "out", "out-*", "*.bin", "__pycache__", ".*_cache")
-    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(*left_out))
+    copy = copied(tmp_path / "copy")
     path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
     first, second, *_ = sh_commands("README.md")
     assert "python3 -m venv" in first and "quickstart" in first
@@ -138,6 +144,50 @@ def test_readme_commands_run(tmp_path):
             p = p or shell("bash", "-c", command, cwd=copy, timeout=180,
                            env={"PYTHONPATH": str(copy), "PATH": path})
             assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
+
+
+def test_readme_names_all_that_know_strategies_by_name():
+    recipe = re.search(r"- \*\*Another strategy\*\*.*?\n- ", read("README.md"), re.S)[0]
+    found = set()
+    for path in PRODUCT.values():
+        for function in nodes(path, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Compare) and ".strategy " in ast.unparse(node) + " ":
+                    found |= {function.name} if "'" in ast.unparse(node) else set()
+    assert len(found) >= 9
+    for name in found:
+        assert f"`{name}`" in recipe, name
+
+
+def test_readme_a_fork_may_delete_what_it_says(tmp_path):
+    """In a copy: every test is still found, and one line says what is missing."""
+    text = re.search(r"A fork can delete (.*?)\.\n", read("README.md"), re.S)[1]
+    names = re.findall(r"`(\w+\.py)`", text)
+    assert len(names) == 6
+    copy = copied(tmp_path / "copy")
+    for name in names:
+        os.remove(copy / name)
+
+    def run(*args):
+        return python(*args, cwd=copy, env={"PYTHONPATH": str(copy)})
+
+    p = run("-m", "pytest", "-q", "--collect-only")
+    assert p.returncode == 0, p.stdout
+    # and its own README, files and keys are its own affair
+    (copy / "README.md").write_text("# A fork\n" + 300 * "\n" + "A fork can delete `x.py`.\n")
+    (copy / "mine.py").write_text("import train  # noqa\n")
+    config = (copy / "configurator.py").read_text()
+    config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
+    (copy / "configurator.py").write_text(config)
+    p = run("-m", "pytest", "-q", "test_fsdp.py", "tests/test_readme.py", "tests/test_config.py",
+            "-k", "contract or recomputed or 200 or how_long or every_file or every_key_is_read")
+    assert p.returncode == 0 and "5 passed, 4 skipped" in p.stdout, p.stdout
+    said = {"--init_from=gpt2": "init_from=gpt2 needs huggingface.py, which is not here\n",
+            "--model=llama": "model='llama': gpt2 is model.py, any other NAME is NAME.py beside "
+                             "it, with a Model and a ModelConfig\n"}
+    for flag in said:
+        p = run("train.py", flag, f"--out_dir={tmp_path / 'out'}")
+        assert (p.returncode, p.stderr) == (1, said[flag])
 
 
 def case_readme():
@@ -283,6 +333,7 @@ def test_house_imports_have_no_circle():
     graphlib.TopologicalSorter(IMPORTS).prepare()  # CycleError names the circle
 
 
+@of_ours
 def test_house_every_file_has_its_layer_and_imports_only_downwards():
     assert PRODUCT.keys() <= set().union(*LAYERS)  # a new file: say here where it belongs
     below = set()
@@ -292,6 +343,7 @@ def test_house_every_file_has_its_layer_and_imports_only_downwards():
             assert IMPORTS[name] <= below, f"{name} imports {IMPORTS[name] - below}"
 
 
+@of_ours
 def test_house_models_and_foundations_import_almost_nothing_of_the_project():
     assert IMPORTS["model"] == set()
     assert IMPORTS["ranks"] == set()
