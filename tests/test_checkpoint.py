@@ -1250,7 +1250,7 @@ def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, me
 def test_huggingface_model_and_sizes_that_contradict_it_are_refused(sound, tmp_path, argv, message):
     """If they are given, though they may be the defaults; what is not given is the directory's."""
     pytest.importorskip("safetensors")
-    export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
+    huggingface.export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
     cfg = resolve(load_config([*argv, f"--init_from={tmp_path}", "--device=cpu"]), World())
     if message is None:
         assert train.choose_start(cfg, World())[0].n_layer == 3
