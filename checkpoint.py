@@ -64,6 +64,7 @@ class Saver:
 
     def __init__(self, out_dir, world):
         self.out_dir, self.world = out_dir, world
+        self.kept = None  # of a Hugging Face model that training began with, for an export
         self.saving = None  # a sharded save under way: the future of complete()
         self.background = ThreadPoolExecutor(1)
         # its collectives must not mix with training's, and ranks wait there for the slowest disk
@@ -137,7 +138,8 @@ class Saver:
         self.finish(wait=True)
         reshard(model)  # so that its parameters are the shards
         header = make_header(model, optimizer, scaler, self.cfg)
-        header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss)
+        header.update(run=self.run_id, iter_num=iter_num, best_val_loss=best_val_loss,
+                      kept=self.kept)
         tensors = flat_state(model, optimizer)
         require_portable(model, optimizer, self.world)
         if not finite(tensors, self.world):
@@ -285,7 +287,9 @@ def atomic(path):
 def remove(path):
     """What a run that died left at path, or a link there, but not what that names."""
     with writing(path):
-        if os.path.isdir(path) and not os.path.islink(path):
+        if os.path.exists(os.path.join(path, "header.pt")):  # an older version's is kept
+            os.rename(path, path + ".old")
+        elif os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):
             os.remove(path)

@@ -48,6 +48,9 @@ ARCHITECTURES = {  # {their model_type: (their class, our model, keys, what it i
     "qwen3": ("Qwen3ForCausalLM", "llama", LLAMA, LLAMA_IS)}
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192)  # beside a factor
+# what an export needs and a checkpoint would lose: where text ends, and how chats are written
+KEPT = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+        "chat_template.jinja")
 # GPT-2's own code multiplies x @ W, nn.Linear x @ W.T: these four matrices are stored transposed
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -56,7 +59,7 @@ def open_pretrained(name):
     """A Source from a local directory, or from the hub ('gpt2', 'org/model'); or a SystemExit."""
     safe_open = optional("safetensors", f"init_from={name}").safe_open
     hub = name if "/" in name else f"openai-community/{name}"
-    path = local_copy("init_from", name, hub, "config.json", "model*.safetensors*", TOKENIZER)
+    path = local_copy("init_from", name, hub, "model*.safetensors*", TOKENIZER, *KEPT)
     where, shapes = {}, {}  # of our keys: (file, their key, stored transposed?); shape
     try:
         model, args = understand(json.loads(Path(path, "config.json").read_text("utf-8")))
@@ -89,8 +92,9 @@ def open_pretrained(name):
         tensor = safe_open(file, "pt").get_tensor(theirs)
         return tensor.t() if transposed else tensor
 
+    kept = {file: Path(path, file).read_text("utf-8") for file in KEPT if Path(path, file).exists()}
     header = dict(iter_num=0, best_val_loss=1e9, model_args=args, config={"model": model},
-                  shapes=shapes, scaler=None)
+                  shapes=shapes, scaler=None, kept=kept)
     return Source(path, header, get)
 
 
@@ -134,10 +138,15 @@ def export(source, path, dtype="float32"):
     name, _, keys, is_ = ARCHITECTURES[kind]
     theirs = {key: values[0] for key, values in is_.items() if values[0] is not None}
     theirs.update({key: args[ours] for ours, key in keys.items()}, model_type=kind,
-                  architectures=[name], dtype=dtype, bos_token_id=None, eos_token_id=None)
+                  architectures=[name], dtype=dtype)
+    kept = source.header.get("kept") or {}  # of the model that training began with
+    origin = json.loads(kept.get("config.json", '{"bos_token_id": null, "eos_token_id": null}'))
+    theirs.update({key: origin[key] for key in origin if key.endswith("_token_id")})
     if model == "gpt2":
         theirs.update(dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args["dropout"]))
     else:
+        longest = max(args["block_size"], origin.get("max_position_embeddings", 0))
+        theirs["max_position_embeddings"] = longest  # rotary: a shorter training takes none away
         theirs["head_dim"] = args["head_dim"] or args["n_embd"] // args["n_head"]
         if args["rope_factor"] > 1:
             theirs["rope_scaling"] = dict(LLAMA3, factor=args["rope_factor"])
@@ -154,8 +163,10 @@ def export(source, path, dtype="float32"):
             tensors[name[:-6] + "bias"] = torch.zeros(shape[0], dtype=DTYPES[dtype])
     save = optional("safetensors.torch", "a Hugging Face directory").save
     os.makedirs(path, exist_ok=True)
-    for file, data in (("model.safetensors", save(tensors, {"format": "pt"})),
-                       ("config.json", json.dumps(theirs, indent=2).encode())):
+    files = {file: kept[file].encode() for file in KEPT if file in kept}
+    files["model.safetensors"] = save(tensors, {"format": "pt"})
+    files["config.json"] = json.dumps(theirs, indent=2).encode()
+    for file, data in files.items():
         with atomic(os.path.join(path, file)) as f:
             f.write(data)
     directory = data_dir(config.get("dataset", ""))

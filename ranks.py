@@ -152,7 +152,8 @@ class StopSignal:
 
 def peer_left(e):
     """Is this error of a connection that broke because another rank ended?"""
-    return any(words in str(e) for words in ("by peer", "Broken pipe", "remote process"))
+    words = ("by peer", "Broken pipe", "remote process")  # an OSError's are a file's or a hub's
+    return isinstance(e, RuntimeError) and any(word in str(e) for word in words)
 
 
 def run(main, *args):
@@ -175,6 +176,8 @@ def run(main, *args):
             code = (f"out of memory: {str(e).splitlines()[0]}; lower batch_size, block_size or the "
                     "model's sizes, or see what fits with python plan.py")
         left = peer_left(e)
+        if left:
+            code = f"another rank ended, or the network failed: {str(e).splitlines()[0]}"
         wait = "RANK" in os.environ and isinstance(e, RuntimeError)  # maybe another rank's fault
     if isinstance(code, str):
         if wait:  # if another rank says it, torchrun ends this one meanwhile

@@ -180,6 +180,7 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     if saver:
         saver.claim(cfg, source if resumed else None)
+        saver.kept = source.header.get("kept") if source else None
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
     del source  # with it goes the map of its file, which may be on disk for that alone

@@ -53,7 +53,7 @@ USUAL = ["gpt2", "moe", *(["llama"] if os.path.exists(os.path.join(HERE, "llama.
 
 def small(tmp, model, **overrides):
     """The config of a small run, by way of flags, as a user's."""
-    return load_config(arguments(tmp, "", model=model, vocab_size=67, **KEYS, **overrides))
+    return load_config(arguments(tmp, "out", model=model, vocab_size=67, **KEYS, **overrides))
 
 
 def tokens(n=16):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from glob import glob
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -215,26 +216,30 @@ def test_shakespeare_checks_the_sum(tmp_path):
     assert not (tmp_path / "train.bin").exists()
 
 
-@pytest.mark.parametrize("name", ["shakespeare_char", "python_stdlib"])
-@pytest.mark.parametrize("argv, message", [
-    (["--bogus"], "unrecognized arguments: --bogus"),
-    (["--out=/proc/x"], "cannot write /proc/x: No such file or directory; "),
-    (["--out=OUT"], "requested and"),  # on a full disk
-])
-def test_prepare_small_data_sets_bad_input_is_one_clear_line(tmp_path, name, argv, message):
-    argv = [arg.replace("OUT", str(tmp_path)) for arg in argv]
-    p = Ranks(1, prepare_small, name, argv).finish()
-    assert p.returncode == 1 and message in p.stderr and p.stderr.count("\n") == 1, p.stderr
-    assert p.stdout == "" and os.listdir(tmp_path) == []
-
-
-def prepare_small(name, argv):
-    """A data set's main on a disk that is full at 100,000 bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+def prepare_small(name, *argv):
+    """The main of a data set that needs neither a network nor data/prepare.py."""
     module = importlib.import_module(f"data.{name}.prepare")
-    module.download = lambda path: "To be " * 20_000
-    sys.argv[1:] = argv
-    module.main(*([name, "", module.characters] if name == "shakespeare_char" else []))
+    args = [name, "", module.characters] if name == "shakespeare_char" else []
+    with (patch.object(module, "download", lambda path: "To be " * 20_000, create=True),
+          patch.object(sys, "argv", ["prepare.py", *argv])):
+        module.main(*args)
+
+
+def prepare_full(*args):
+    """The same on a disk that is full at 100,000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    prepare_small(*args)
+
+
+@pytest.mark.parametrize("name", ["shakespeare_char", "python_stdlib"])
+def test_prepare_small_data_sets_bad_input_is_one_clear_line(tmp_path, name):
+    for flag, message in (("--bogus", "unrecognized arguments: --bogus"),
+                          ("--out=/proc/x", "cannot write /proc/x: No such file or directory; ")):
+        with pytest.raises(SystemExit, match=message):
+            prepare_small(name, flag)
+    p = Ranks(1, prepare_full, name, f"--out={tmp_path}").finish()
+    assert (p.returncode, p.stdout, p.stderr.count("\n")) == (1, "", 1), p.stderr
+    assert p.stderr.startswith(f"cannot write {tmp_path}: ") and os.listdir(tmp_path) == []
 
 
 # -----------------------------------------------------------------------------

@@ -128,14 +128,11 @@ def test_fault_ctrl_c_while_importing_says_nothing(tmp_path):
     assert (finish(p), p.returncode) == ("", -signal.SIGINT)  # a shell's 130
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_fault_ctrl_c_before_the_loop_says_nothing(tmp, tmp_path, world):
+def test_fault_ctrl_c_before_the_loop_says_nothing(tmp, tmp_path):
     (tmp_path / "c.py").write_text(CTRL_C)
-    p = start(world, [*command(tmp, tmp_path / "out"), tmp_path / "c.py"], tmp_path)
-    text = finish(p, 120)
+    text = finish(start(2, [*command(tmp, tmp_path / "out"), tmp_path / "c.py"], tmp_path), 120)
     assert "KeyboardInterrupt" not in text and 'train.py", line' not in text, text
-    if world == 1:  # torchrun has its own report, and ends with 1
-        assert (text, p.returncode) == ("", -signal.SIGINT)
+    assert "Signal 2 (SIGINT) received" in text, text  # in torchrun's own report
 
 
 def case_signal_to_one_rank():

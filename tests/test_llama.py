@@ -422,10 +422,15 @@ def tokens_of(path):
 def test_llama_from_hugging_face_and_back(tmp_path):
     """prepare with their tokenizer, fine-tune on 2 ranks full_shard, sample, export: no network."""
     hf_dir, data, out = tmp_path / "hf", tmp_path / "data", tmp_path / "out"
-    theirs = make_hf(hf_dir, "smollm2", vocab_size=320, shards=True)  # padded
     hf = make_tokenizer(hf_dir)
     hf.no_truncation()
     hf.no_padding()
+    end = hf.token_to_id("</s>")
+    theirs = make_hf(hf_dir, "smollm2", vocab_size=320, shards=True, eos_token_id=end,  # padded
+                     bos_token_id=hf.token_to_id("<s>"))
+    transformers.GenerationConfig(eos_token_id=[end, 7], max_new_tokens=9).save_pretrained(hf_dir)
+    (hf_dir / "tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>", bos_token="<s>")))
     (tmp_path / "chats.jsonl").write_text("".join(
         json.dumps(dict(q=s, a=s[::-1])) + "\n" for s in SENTENCES))
     p = script("data/prepare.py", "x", tmp_path / "chats.jsonl", f"--out={data}",
@@ -433,7 +438,6 @@ def test_llama_from_hugging_face_and_back(tmp_path):
                HF_HUB_OFFLINE="1")
     assert p.returncode == 0, p.stderr
     train_tokens, val_tokens = (tokens_of(data / f"{split}.bin")[0] for split in ("train", "val"))
-    end = hf.token_to_id("</s>")
     expected = [hf.encode(f"Q: {s}\nA: {s[::-1]}").ids + [end] for s in SENTENCES]
     both = train_tokens + val_tokens
     assert sorted(sum(expected, [])) == sorted(both) and both[:len(expected[0])] == expected[0]
@@ -452,11 +456,20 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     ours = read_ckpt(out)
     assert ours["model_args"]["vocab_size"] == 320 and ours["config"]["model"] == "llama"
 
-    p = script("huggingface.py", out, tmp_path / "back")
-    assert p.returncode == 0, p.stderr
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    again = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "back" / "tokenizer.json"))
+    def exported():
+        p = script("huggingface.py", out, tmp_path / "back")
+        assert p.returncode == 0, p.stderr
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+        again = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+        # it stops where theirs stops, and reads as far, though it was trained on 32 tokens
+        assert (again.eos_token, again.eos_token_id) == ("</s>", end)
+        for key in ("eos_token_id", "bos_token_id", "max_position_embeddings"):
+            assert getattr(back.config, key) == getattr(theirs.config, key)
+        assert back.generation_config.eos_token_id == [end, 7]
+        assert back.generation_config.max_new_tokens == 9
+        return back, again
+
+    back, again = exported()
     files = TokenFiles(str(data), "val", 32, 320)
     x, y = files.batch(range(len(files)))
     with torch.no_grad():
@@ -470,6 +483,7 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     sizes = {k: v for k, v in ours["model_args"].items() if k not in ("block_size", "vocab_size")}
     run.update(init_from="resume", max_iters=7)
     assert "at step 6" in launch(2, ["--model=llama", *flags(**run, **sizes)]).stdout
+    exported()
 
     args = [f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=20", "--dtype=float32"]
     p = Ranks(1, sample.main, [*args, "--start=the quick fox"]).finish()

@@ -76,6 +76,7 @@ def plain(tmp):
         cfg = tiny(tmp, **sizes)
         files = loader.TokenFiles(cfg.dataset, "train", cfg.block_size, 67)
         gpt = plain_gpt(seed=cfg.seed, **sizes)
+        gpt.lm_head.register_forward_hook(lambda head, args, out: setattr(head, "out", out))
         for name, p in gpt.named_parameters():
             p.requires_grad_(not (freeze and re.search(freeze, name)))
         named = [(n, p) for n, p in gpt.named_parameters() if p.requires_grad]
@@ -89,7 +90,8 @@ def plain(tmp):
         # warm-up over 2 steps to 1e-3, then a cosine to 1e-4 at step 20
         for step, rate in enumerate([1 / 3e3, 2 / 3e3, 1e-3, 9.931634888e-4, 9.728616794e-4]):
             x, y = files.batch(loader.train_order(len(files), cfg.seed, step * samples, samples))
-            loss = F.cross_entropy(gpt(x, y)[0].view(-1, 67), y.view(-1))
+            gpt(x, y)  # whose logits are detached
+            loss = F.cross_entropy(gpt.lm_head.out.view(-1, 67), y.view(-1))
             gpt.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_([p for _, p in named], cfg.grad_clip)
