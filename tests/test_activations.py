@@ -21,6 +21,7 @@ import train
 from configurator import STRATEGIES, resolve
 from data.loader import Batches
 from model import GPT
+from optimizer import make_state
 
 CPU = torch.device("cpu")
 
@@ -225,6 +226,7 @@ def case_storages(tmp):
     cfg = resolve(cfg, world)
     wrapped, model, optimizer = train.build(cfg, world)
     batches, scaler, counts = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False), []
+    make_state(optimizer)  # as a resumed run does
 
     def fetch(step, micro):
         grads = [p.grad for p in model.parameters()]
