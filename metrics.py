@@ -2,7 +2,7 @@
 What a run reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to wandb
 and TensorBoard if asked for. Rank 0 reports; on the others nothing happens.
 
-    log = Log(cfg, world, run_id, step, flops_per_token(model, world))
+    log = Log(cfg, world, run_id, step, model)  # which is on the meta device
     log.step(step, loss, norm, lr, scale)      # every log_interval steps
     with log.paused(): ...                     # an evaluation is no part of the steps' time
 """
@@ -87,12 +87,14 @@ def describe(cfg, model, batches, source, world):
 
 
 class Log:
-    def __init__(self, cfg, world, run_id, step, flops_per_token):
+    def __init__(self, cfg, world, run_id, step, model):
         """run_id: None for a run that leaves nothing behind."""
         self.max_iters, self.world, self.next_step = cfg.max_iters, world, step
         self.started = self.since = time.time()
         self.tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
-        self.flops, self.peak_flops = flops_per_token * self.tokens, peak_flops(world.device)
+        self.peak_flops = peak_flops(world.device)
+        # only for MFU: counting takes as long as several steps of a small model
+        self.flops = flops_per_token(model, world) * self.tokens if self.peak_flops else 0
         wanted = {jsonl: True, wandb: cfg.wandb_log, tensorboard: cfg.tensorboard}
         outputs = [output for output in wanted if wanted[output] and run_id and world.rank == 0]
         self.outputs = [output(cfg, run_id, step) for output in outputs]
@@ -110,7 +112,7 @@ class Log:
         self.since, self.next_step = now, step + 1
         rate = self.tokens / seconds
         mfu = None
-        if self.flops and self.peak_flops:
+        if self.flops:
             mfu = self.flops / seconds / self.peak_flops / self.world.size
         print0(self.world, f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
                            f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {rate:,.0f} tok/s, "

@@ -25,7 +25,7 @@ import float8
 import fsdp
 from configurator import help_text, load_config, model_config, model_file, resolve, with_model
 from data.loader import Batches, data_dir, read_meta
-from metrics import Log, describe, flops_per_token
+from metrics import Log, describe
 from model import derive_seed
 from optimizer import learning_rate_at, make_optimizer
 from ranks import StopSignal, from_rank0, mean, print0, run, setup
@@ -185,7 +185,7 @@ def train(cfg):
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
     del source  # with it goes the map of its file, which may be on disk for that alone
-    log = Log(cfg, world, saver and saver.run_id, step, flops_per_token(meta_model(cfg), world))
+    log = Log(cfg, world, saver and saver.run_id, step, meta_model(cfg))
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---

@@ -17,7 +17,7 @@ batch_size = 16
 gradient_accumulation_steps = 2
 
 # Muon: validation loss 1.424 to 1.426 (three seeds, fp32). AdamW takes 1,000 steps and 2.5 times as
-# long to 1.475 (docs/measurements.md):
+# long to 1.448 to 1.475 (docs/measurements.md):
 #   --optimizer=adamw --learning_rate=2e-3 --min_lr=2e-4 --warmup_iters=100 --max_iters=1000 \
 #   --lr_decay_iters=1000
 optimizer = 'muon'

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of the server that imports this file
 
 README = os.path.join(HERE, "README.md")
 is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"

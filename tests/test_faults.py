@@ -320,7 +320,6 @@ def test_fault_out_dir_that_cannot_be_made_is_one_line(tmp):
     (1, dict(dataset="nowhere"), "train.bin is missing; use a directory that has it, or one of"),
     (1, dict(strategy="full_shard"), "torchrun --standalone --nproc_per_node=2"),
     (1, dict(device="cuda"), "--device=cpu"),
-    (1, dict(n_lyaer=2), "did you mean n_layer"),
     (1, dict(freeze="nothing"), "freeze='nothing' matches 0 of"),
     (1, dict(freeze="."), "freeze='.' matches 40 of 40 parameters"),
     (1, dict(freeze="("), "not a regular expression"),

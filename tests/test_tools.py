@@ -247,6 +247,18 @@ def test_tools_log_line_and_metrics(tmp):
     assert row["lr"] == TINY["learning_rate"]
 
 
+def test_tools_mfu_is_relative_to_all_ranks_peaks(tmp, monkeypatch, capsys):
+    """A step of 2 s on two ranks of a peak that they reach a tenth of."""
+    cfg = tiny(tmp, bias=False)
+    peak = plain_flops() * 12 * 2 * 16 / 2 / 2 * 10
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: peak)
+    monkeypatch.setattr(metrics.time, "time", lambda: 5.0)
+    log = metrics.Log(cfg, World(size=2), None, 0, train.meta_model(cfg))
+    monkeypatch.setattr(metrics.time, "time", lambda: 7.0)
+    log.step(0, 4.0, 1.0, 1e-3, None)
+    assert "time 2000.00ms, mfu 10.00%, 192 tok/s" in capsys.readouterr().out
+
+
 def main_without(package, argv):
     sys.modules[package] = None  # importing it fails, whether it is installed or not
     train.main(argv)
@@ -293,7 +305,7 @@ def test_tools_wandb(tmp, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     cfg = tiny(tmp, out_dir=str(tmp_path), wandb_log=True, wandb_project="p", wandb_run_name="r")
     for step in (0, 1):
-        log = metrics.Log(cfg, World(), "the-id", step, 1.0)
+        log = metrics.Log(cfg, World(), "the-id", step, None)
         log.write(dict(iter=step, loss=2.5))
         log.close()
     rows = [dict(iter=i, loss=2.5, perplexity=math.exp(2.5)) for i in (0, 1)]
@@ -302,23 +314,23 @@ def test_tools_wandb(tmp, tmp_path, monkeypatch):
     assert first["project"] == "p" and first["name"] == "r" and first["config"]["n_layer"] == 3
     assert first["id"] == second["id"] == "the-id"
     assert first["resume"] is None and second["resume"] == "allow"
-    metrics.Log(cfg, World(rank=1, size=2), "the-id", 0, 1.0).write(dict(iter=0, loss=2.5))
+    metrics.Log(cfg, World(rank=1, size=2), "the-id", 0, None).write(dict(iter=0, loss=2.5))
     assert len(calls) == 2 and len(read_metrics(tmp_path)) == 2  # other ranks log nothing
 
 
 def test_tools_metrics_of_a_resumed_run_have_no_step_twice(tmp, tmp_path):
     """Rows from the checkpoint's step on are dropped, as is half a line; a new run starts anew."""
     cfg = tiny(tmp, out_dir=str(tmp_path))
-    log = metrics.Log(cfg, World(), "the-id", 0, 1.0)
+    log = metrics.Log(cfg, World(), "the-id", 0, None)
     for step in range(4):
         log.write(dict(iter=step, loss=1.0))
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"iter": 4, "lo')
-    log = metrics.Log(cfg, World(), "the-id", 2, 1.0)
+    log = metrics.Log(cfg, World(), "the-id", 2, None)
     log.write(dict(iter=2, loss=2.0))
     assert [r["iter"] for r in read_metrics(tmp_path)] == [0, 1, 2]
     assert [r["loss"] for r in read_metrics(tmp_path)] == [1.0, 1.0, 2.0]
-    metrics.Log(cfg, World(), "another", 0, 1.0).write(dict(iter=0, loss=3.0))
+    metrics.Log(cfg, World(), "another", 0, None).write(dict(iter=0, loss=3.0))
     assert [r["loss"] for r in read_metrics(tmp_path)] == [3.0]
 
 
@@ -326,7 +338,7 @@ def test_tools_metrics_after_a_row_that_lost_its_line_end(tmp, tmp_path):
     """A kill, or a full disk, may come between a row and its line end."""
     cfg = tiny(tmp, out_dir=str(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"iter": 0, "loss": 1.0}\n{"iter": 1, "loss": 1.0}')
-    log = metrics.Log(cfg, World(), "the-id", 2, 1.0)
+    log = metrics.Log(cfg, World(), "the-id", 2, None)
     log.write(dict(iter=2, loss=2.0))
     assert [r["iter"] for r in read_metrics(tmp_path)] == [0, 1, 2]
 
