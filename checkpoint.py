@@ -578,7 +578,6 @@ def take_state(optimizer, params, shapes):
     """Let the optimizer make its state, in its shapes, of the parameters whose state `shapes` has
     whole. Returns how many of those that train it lacks."""
     make_state(optimizer)
-    optimizer.zero_grad(set_to_none=True)
     anew = [p for name, p in params.items() if p.requires_grad
             and not shapes.keys() >= {f"{kind}.{name}" for kind in optimizer.state[p]}]
     for p in anew:

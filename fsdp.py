@@ -266,12 +266,12 @@ def set_grad_sync(model, cfg, is_last_micro_batch):
             model.set_reshard_after_backward(is_last_micro_batch)
 
 
-def require_gradients(wrapped, model, batch, cfg, world):
+def require_gradients(model, batch, cfg, world):
     """SystemExit unless each rank's batch gives every trained parameter a gradient (collective).
     FSDP2 reduces those that have one: with others on another rank it would sum gradients of
     different parameters, or hang. So ask before the first backward, whose graph shows them."""
-    with autocast(cfg, world.device):
-        todo, seen = [wrapped(*batch)[1].grad_fn], {None}
+    with autocast(cfg, world.device):  # not through DDP, which would reduce the next backward
+        todo, seen = [model(*batch)[1].grad_fn], {None}
     while todo:
         node = todo.pop()
         if node not in seen:

@@ -38,10 +38,12 @@ def make_optimizer(model, cfg):
 
 def make_state(optimizer):
     """The state of all parameters, by a step of zeros; its values, and theirs, mean nothing."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in params:
+    grads = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
+    for p in grads:
         p.grad = torch.zeros_like(p)
     optimizer.step()
+    for p, grad in grads.items():  # DDP's are views of its buckets
+        p.grad = grad
 
 
 # ---------- Muon --------------------------------------------------------------

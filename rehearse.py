@@ -92,8 +92,7 @@ def step(wrapped, model, cfg, world, ledger):
     for t in tree_leaves(list(optimizer.state.values())):
         ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
     float8.scale_each_step(model, optimizer, cfg)
-    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # its buckets stay
-    label("gradients", lambda p: p.grad)
+    label("gradients", lambda p: p.grad)  # DDP's buckets
 
     def after_block(i, out):
         x, *_ = tree_leaves(out)  # one tensor or several

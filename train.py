@@ -220,7 +220,7 @@ def train(cfg):
 
         # one optimizer step
         if step == first_step and world.size > 1:
-            fsdp.require_gradients(wrapped, model, batch, cfg, world)
+            fsdp.require_gradients(model, batch, cfg, world)
         scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
         loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
         if saver:

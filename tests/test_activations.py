@@ -21,6 +21,7 @@ import train
 from configurator import STRATEGIES, resolve
 from data.loader import Batches
 from model import GPT
+from optimizer import make_state
 
 CPU = torch.device("cpu")
 
@@ -219,12 +220,19 @@ def test_ddp_reduces_in_reduce_dtype_without_nccl(tmp):
 
 
 def case_storages(tmp):
-    """How many storages hold the gradients when each micro-batch of two steps is fetched."""
+    """The first gradient of a micro-batch that is not reduced; how many storages hold the gradients
+    when each micro-batch of two steps is fetched."""
     cfg = tiny(tmp, strategy="ddp", gradient_accumulation_steps=6)
     world = ranks.setup(cfg.device, cfg.backend)
     cfg = resolve(cfg, world)
     wrapped, model, optimizer = train.build(cfg, world)
     batches, scaler, counts = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False), []
+    make_state(optimizer)  # as a resumed run does
+    fsdp.require_gradients(model, batches.train(0, 0), cfg, world)  # as every run
+    fsdp.set_grad_sync(wrapped, cfg, is_last_micro_batch=False)
+    wrapped(*batches.train(0, 0))[1].backward()
+    own = next(model.parameters()).grad.norm().item()
+    optimizer.zero_grad(set_to_none=False)
 
     def fetch(step, micro):
         grads = [p.grad for p in model.parameters()]
@@ -235,14 +243,16 @@ def case_storages(tmp):
     for step in range(2):
         _, _, batch = train.train_step(wrapped, optimizer, scaler, SimpleNamespace(train=fetch),
                                        batch, step, cfg, world)
-    return counts
+    return own, counts
 
 
 def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
-    """From the first micro-batch on: beside the buckets they would take 4 bytes a parameter."""
+    """From the first micro-batch on: beside the buckets they would take 4 bytes a parameter. And
+    reduces none but the last's: not in the first step either, or resuming would round otherwise."""
     results = on_ranks(2, {"ddp": (case_storages, dict(tmp=tmp))})
-    for counts in values(results, "ddp"):
-        assert counts == 6 * [1]  # the tiny model's fit one bucket
+    (own, counts), (other, same) = values(results, "ddp")
+    assert counts == same == 6 * [1]  # the tiny model's fit one bucket
+    assert own != other
 
 
 def case_threads(tmp, **keys):
