@@ -43,10 +43,9 @@ PLAIN = {
     bool: (bool, lambda b: True, "True or False"),
     str: (str, lambda s: True, "a string"),
 }
-SIGNED = {  # a model's keys: its __post_init__ knows what they may be
-    **PLAIN, int: (int, lambda n: True, "a whole number"),
-    float: (float, math.isfinite, "a finite number"),
-}
+# a model's may be negative, as far as its __post_init__ lets them
+SIGNED = {**PLAIN, int: (int, lambda n: True, "a whole number"),
+          float: (float, math.isfinite, "a finite number")}
 
 
 @dataclass
@@ -135,8 +134,9 @@ def model_file(name):
         module = importlib.import_module(file)
     except ImportError as e:
         raise SystemExit(f"model={name!r}: {e}")
-    if not hasattr(module, "Model") or not hasattr(module, "ModelConfig"):
-        raise SystemExit(f"model={name!r}: {file}.py has no Model or no ModelConfig; see model.py")
+    if not hasattr(module, "Model") or not is_dataclass(getattr(module, "ModelConfig", None)):
+        raise SystemExit(f"model={name!r}: {file}.py has no Model or no dataclass ModelConfig; see "
+                         "model.py")
     return module
 
 
@@ -144,8 +144,6 @@ def model_file(name):
 def config_class(model):
     """Config's keys and the model's in one dataclass; SystemExit for a key that cannot be one."""
     cls = model_file(model).ModelConfig
-    if not is_dataclass(cls):
-        raise SystemExit(f"model={model!r}: its ModelConfig must be a @dataclass")
     for f in fields(cls):
         named = get_origin(f.type) is Literal and {str} == {*map(type, get_args(f.type))}
         if f.name in Config.__dataclass_fields__:

@@ -71,6 +71,8 @@ def shard(model, cfg, world):
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     # the root stays gathered: backward begins with it
     fully_shard(model, reshard_after_forward=False, **common, **offload.get(ROOT, {}))
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on: zeros for what a
+        model.set_reduce_scatter_unused_params(True)  # later batch leaves without a gradient
 
     # d) materialize, only this rank's rows; to_empty swaps DTensors in place, so ties survive
     for name, unit in units + [(ROOT, model)]:
@@ -265,21 +267,21 @@ def set_grad_sync(model, cfg, is_last_micro_batch):
 
 
 def require_gradients(wrapped, model, batch, cfg, world):
-    """SystemExit unless this batch gives every trained parameter a gradient on every rank
-    (collective). FSDP2 reduces those that have one: where ranks differ it would sum gradients of
-    different parameters, or hang. So look before the first backward, in the graph of a forward."""
+    """SystemExit unless each rank's batch gives every trained parameter a gradient (collective).
+    FSDP2 reduces those that have one: with others on another rank it would sum gradients of
+    different parameters, or hang. So ask before the first backward, whose graph shows them."""
     with autocast(cfg, world.device):
-        todo, seen = [wrapped(*batch)[1].grad_fn], set()
+        todo, seen = [wrapped(*batch)[1].grad_fn], {None}
     while todo:
         node = todo.pop()
-        if node and node not in seen:
+        if node not in seen:
             seen.add(node)
             todo += [parent for parent, _ in node.next_functions]
-    leaves = {node.variable for node in seen if hasattr(node, "variable")}
+    leaves = {getattr(node, "variable", None) for node in seen}
     reached = {name for name, p in model.named_parameters() if p in leaves}
     for prefix, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
-            unit.unshard()  # where the graph ends are gathered parameters
+            unit.unshard()  # the graph ends in gathered parameters
             reached |= {name for name, p in unit.named_parameters(prefix) if p in leaves}
             unit.reshard()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]

@@ -69,8 +69,7 @@ def variants(cfg, size, machine):
             continue  # one group is full_shard
         changed = replace(cfg, strategy=strategy, shard_group_size=group if hybrid else 0)
         try:
-            one = strategy == "single" and not alone
-            out.append(place(changed, 1 if one else size, machine))
+            out.append(place(changed, 1 if strategy == "single" and not alone else size, machine))
         except SystemExit:
             if own:
                 raise

@@ -152,7 +152,8 @@ class StopSignal:
 
 def peer_left(e):
     """Is this error of a connection that broke because another rank ended?"""
-    words = ("by peer", "Broken pipe", "remote process")  # an OSError's are a file's or a hub's
+    words = ("by peer", "Broken pipe", "Connection refused", "remote process")
+    # an OSError that says so is of a file or a download
     return isinstance(e, RuntimeError) and any(word in str(e) for word in words)
 
 

@@ -92,7 +92,7 @@ def step(wrapped, model, cfg, world, ledger):
     for t in tree_leaves(list(optimizer.state.values())):
         ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
     float8.scale_each_step(model, optimizer, cfg)
-    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # as train_step
+    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # its buckets stay
     label("gradients", lambda p: p.grad)
 
     def after_block(i, out):

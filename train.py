@@ -127,7 +127,8 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, world)
     scaler.step(optimizer)  # float16: skipped, on all ranks alike, if a gradient overflowed
     scaler.update()
-    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp")  # DDP's are views of its buckets
+    # DDP's are views of its buckets: without them the next micro-batches would make their own
+    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp" or accumulation == 1)
     return total, norm, batch
 
 

@@ -61,6 +61,10 @@ for name in ("llama", "plan", "rehearse", "bench", "sample", "huggingface"):
         sys.modules[name] = Gone(name)
 
 import configurator  # noqa: E402
+import ranks  # noqa: E402
+import train  # noqa: E402
+from configurator import config_class, load_config, model_config  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
 
 file_beside_model_py = configurator.model_file
 
@@ -71,12 +75,7 @@ def model_file(name):
     return importlib.import_module(name) if in_tests else file_beside_model_py(name)
 
 
-configurator.model_file = model_file  # now, before others import it from there
-
-import ranks  # noqa: E402
-import train  # noqa: E402
-from configurator import config_class, load_config, model_config  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+configurator.model_file = train.model_file = model_file
 
 # -----------------------------------------------------------------------------
 # commands

@@ -241,7 +241,7 @@ def odd(models):
     ("int = 8", "tuple = (8,)", "ModelConfig.block_size, a <class 'tuple'>, must be an int"),
     ('Literal["a", "b"] = "a"', "Literal[1, 2] = 1", "ModelConfig.kind, .* or Literal of strings"),
     ("int = 8", "int", "ModelConfig.block_size, .* with a default"),
-    ("@dataclass\n", "", "ModelConfig must be a @dataclass")])
+    ("@dataclass\n", "", "odd.py has no Model or no dataclass ModelConfig")])
 def test_config_a_model_files_odd_key_is_one_clear_line(odd, before, after, message):
     said = one_line(load_config, [odd(before, after)])
     assert re.search("model='odd': .*" + message, said), said

@@ -14,6 +14,7 @@ import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from unittest.mock import patch
 
 import formulas
 import pytest
@@ -25,10 +26,11 @@ from harness import (
     plain_model,
     read_ckpt,
     run_training,
-    values,
 )
+from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
+import fsdp
 import metrics
 import sample
 import train
@@ -76,6 +78,16 @@ def asked(sentence):
         yield
     except Exception as e:
         ask(False, f"{sentence} ({type(e).__name__}: {first_line(e)})")
+
+
+def ran(results, name):
+    """What a case returned on each rank."""
+    for rank in results[name]:
+        last = rank.get("error", "").strip().rpartition("\n")[2]
+        ask("error" not in rank,
+            f"{name} does not run: use a block's parameters in its own forward only, as elsewhere "
+            f"FSDP keeps them in shards ({last})")
+    return [rank["value"] for rank in results[name]]
 
 
 def named(items):
@@ -372,7 +384,7 @@ def test_contract_modes(tmp, model, ranks, muon, name):
     if world == 1:
         rows = run_training(tmp, f"{model}-single", model=model, **KEYS)
     else:
-        rows = values(ranks(world), f"{model}-{name}")[0]
+        rows = ran(ranks(world), f"{model}-{name}")[0]
     remedy = "keep state, random numbers and collectives out of forward"
     for key, expected, limit in (("loss", losses, 1e-6), ("grad_norm", norms, 1e-5)):
         got = [row[key] for row in rows]
@@ -389,7 +401,7 @@ def test_contract_half(tmp, model, ranks):
     """Under FSDP's bf16 policy the loss is that of fp32, nearly."""
     with torch.no_grad():
         expected = plain_model(small(tmp, model))(*tokens())[1].item()
-    for loss in values(ranks(2), f"{model}-half"):
+    for loss in ran(ranks(2), f"{model}-half"):
         ask(loss == pytest.approx(expected, rel=0.02),
             "FSDP casts a block's arguments to bf16: compute angles and the like inside the block")
 
@@ -397,11 +409,11 @@ def test_contract_half(tmp, model, ranks):
 def test_contract_resume(tmp, model, ranks):
     """Bitwise at the same world size, and to 1e-5 at another, from both kinds of checkpoint."""
     remedy = "keep all state in parameters; nothing else is saved"
-    whole, *parts = values(ranks(2), f"{model}-resume")[0]
+    whole, *parts = ran(ranks(2), f"{model}-resume")[0]
     assert len(whole) == 6
     for losses in parts:
         ask(losses == whole, f"after a resume the losses are others: {remedy}")
-    for losses in values(ranks(3), f"{model}-resume")[0]:
+    for losses in ran(ranks(3), f"{model}-resume")[0]:
         ask(losses == pytest.approx(whole, rel=1e-5), f"not at 3 ranks what was at 2: {remedy}")
     checkpoint.main(["full", os.path.join(tmp, f"{model}-resume-sharded")])
     expected, *others = (read_ckpt(os.path.join(tmp, f"{model}-resume-{kind}"))
@@ -528,6 +540,31 @@ def test_contract_says_what_to_change(tmp, copy, name):
     assert "\n" not in str(e.value)
 
 
+ON_RANKS = {  # name: (its sentence, what moe.py has, what its copy has instead)
+    "outside": ("use a block's parameters in its own forward only", LOSS,
+                f"{LOSS} + 0 * self.blocks[0].ln_1.weight.sum()"),
+    "state": ("keep state, random numbers and collectives out of forward", LOSS,
+              f"({LOSS}) * (1 + len(self.calls) / 99)\n\n    calls = property(lambda self: self."
+              "__dict__.setdefault('_calls', []).append(1) or self._calls)"),
+}
+
+
+def test_contract_says_what_to_change_when_ranks_differ(tmp, copy):
+    with open(os.path.join(HERE, "tests", "moe.py")) as f:
+        code = f.read()
+    cases = {}
+    for name, (_, before, after) in ON_RANKS.items():
+        assert before in code
+        model = copy(name, code.replace(before, after))
+        run = dict(tmp=tmp, model=model, name=f"{model}-full_shard-2", **ZERO3)
+        cases[run["name"]] = run_training, run
+    results = on_ranks(2, cases)
+    for name, (sentence, _, _) in ON_RANKS.items():
+        with pytest.raises(BaseException, match=sentence) as e:
+            test_contract_modes(tmp, f"moe_{name}", lambda world: results, None, "full_shard-2")
+        assert "\n" not in str(e.value)
+
+
 def test_contract_holds_without_the_optional_parts(tmp, copy):
     minimal = copy("minimal", MINIMAL)
     for test in ("keys", "parameters", "forward", "gradients", "registration", "generation"):
@@ -564,6 +601,25 @@ def test_contract_run_refuses_gradients_that_not_all_ranks_have(tmp, idle):
     for name in IDLE:
         for rank in results[name]:
             assert re.fullmatch(said, rank["error"]), name
+
+
+def case_idle_later(**run):
+    """As if all ranks had the same gradients in the first batch only."""
+    with patch.object(fsdp, "require_gradients"):
+        return run_training(**run)
+
+
+def test_contract_run_fills_in_zeros_where_a_later_batch_has_no_gradient(tmp, idle):
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("from torch 2.13 on")
+    run = dict(tmp=tmp, model=idle, name="idle-later", **MANY)
+    expected = [row["loss"] for row in run_training(**run)]
+    cases = {name: (case_idle_later, dict(run, **IDLE[name], name=f"idle-{name}"))
+             for name in ("shard_grad_op", "full_shard", "hybrid_shard")}
+    results = on_ranks(2, cases)
+    for name in cases:
+        for rows in ran(results, name):
+            assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-5)
 
 
 def test_contract_run_without_flops_says_so_once(tmp, idle, capsys, monkeypatch):

@@ -71,7 +71,7 @@ def test_ranks_whose_torchrun_goes_while_they_connect_say_so_in_one_line():
     assert (p.returncode, p.stderr) == (1, "torchrun is gone; this run ends without saving\n")
 
 
-def loses_its_peer(ended):
+def loses_its_peer(ended, error):
     ranks.StopSignal(ranks.setup("cpu", "gloo"))
     format_exc = traceback.format_exc
 
@@ -82,14 +82,16 @@ def loses_its_peer(ended):
 
     traceback.format_exc = late
     time.sleep = lambda seconds: None
-    raise RuntimeError("Connection closed by peer\nand more")
+    raise RuntimeError(error)
 
 
-@pytest.mark.parametrize("ended, said", [
-    (True, ""), (False, "another rank ended, or the network failed: Connection closed by peer\n")])
-def test_ranks_that_lose_a_peer_say_nothing_if_torchrun_ends_them_and_else_one_line(ended, said):
+@pytest.mark.parametrize("ended, error, said", [
+    (True, "Connection closed by peer", ""),
+    (False, "connectFullMesh failed: Connection refused\nand more",
+     "another rank ended, or the network failed: connectFullMesh failed: Connection refused\n")])
+def test_ranks_that_lose_a_peer_say_one_line_unless_torchrun_ends_them(ended, error, said):
     """On another node torchrun may know of no failure yet."""
-    p = Ranks(1, loses_its_peer, ended, alone=False).finish()
+    p = Ranks(1, loses_its_peer, ended, error, alone=False).finish()
     assert (p.returncode, p.stderr) == (1, said)
 
 
