@@ -202,8 +202,10 @@ def test_checkpoint_newest_of_best_and_last_is_resumed(tmp):
 def test_checkpoint_freeze_then_unfreeze_then_freeze(tmp):
     """Moments of what is frozen do not exist; they start when it trains, and go again."""
     out = os.path.join(tmp, "thaw")
-    launch(2, arguments(tmp, out, max_iters=2, freeze=FREEZE))
+    p = launch(2, arguments(tmp, out, max_iters=2, freeze=FREEZE))
     ckpt = read_ckpt(out)
+    frozen = [t.numel() for name, t in ckpt["model"].items() if re.search(FREEZE, name)]
+    assert f"\n{sum(frozen):,} parameters are frozen: " in p.stdout
     n = len(ckpt["model"]) - 1  # the tied head is no parameter of its own
     assert len(ckpt["optimizer"]["state"]) == len(ckpt["param_names"]) < n
     assert not any(re.search(FREEZE, name) for name in ckpt["param_names"])
@@ -1181,6 +1183,7 @@ def test_huggingface_in_and_out(tmp, tmp_path):
     p = script("huggingface.py", out, tmp_path / "back")
     assert p.returncode == 0, p.stderr
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back").eval()
+    assert back.config.resid_pdrop == back.config.attn_pdrop == 0.0  # this run's
     ckpt = read_ckpt(out)
     model = GPT(GPTConfig(**ckpt["model_args"])).eval()
     model.load_state_dict(ckpt["model"])

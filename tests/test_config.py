@@ -18,7 +18,15 @@ from harness import HERE, of_ours, script, tiny
 
 import train
 from checkpoint import Source
-from configurator import Config, config_class, fields, load_config, resolve, with_model
+from configurator import (
+    Config,
+    best_dtype,
+    config_class,
+    fields,
+    load_config,
+    resolve,
+    with_model,
+)
 from optimizer import learning_rate_at
 from ranks import World
 
@@ -320,6 +328,13 @@ def test_config_auto_dtype_of_a_cpu_is_what_it_is_fast_at(tmp, monkeypatch, fast
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: fast)
     assert resolve(tiny(tmp, dtype="auto"), ONE).dtype == dtype
+
+
+@pytest.mark.parametrize("capability, dtype", [((9, 0), "bfloat16"), ((8, 0), "bfloat16"),
+                                               ((7, 5), "float16")])
+def test_config_auto_dtype_of_a_gpu(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert best_dtype(torch.device("cuda")) == dtype
 
 
 def test_config_compile_on_a_cpu_asks_for_a_compiler(tmp, monkeypatch):

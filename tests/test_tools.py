@@ -236,6 +236,7 @@ def test_tools_log_line_and_metrics(tmp):
     assert re.search(r"^iter 0: loss \d\.\d{4}, time \d+\.\d\dms, mfu n/a, [\d,]+ tok/s, "
                      r"norm \d+\.\d\d, mem \d\.\d\dGiB, \d+\.\dm left$", p.stdout, re.M), p.stdout
     assert "tokens a step, epoch = 14 steps\n" in p.stdout  # 337 windows, 24 a step
+    assert "frozen" not in p.stdout
     row = read_metrics(out)[0]
     line = f"step 0: train loss {row['train_loss']:.4f}, val loss {row['val_loss']:.4f}\n"
     assert line in p.stdout and row["train_loss"] != row["val_loss"]
@@ -366,6 +367,7 @@ def test_tools_sample_leaves_cudnns_attention_out(tmp, tmp_path, monkeypatch):
 
     def generate(model, x, n, temperature, top_k, vocab_size, generator):
         numbers.add(torch.rand(1, generator=generator).item())
+        assert x.tolist() == [[1]]  # an empty prompt is a line end
         seen.append((torch.backends.cuda.cudnn_sdp_enabled(), vocab_size,
                      torch.backends.cuda.flash_sdp_enabled(), torch.is_autocast_enabled("cpu")))
         return x
@@ -374,6 +376,6 @@ def test_tools_sample_leaves_cudnns_attention_out(tmp, tmp_path, monkeypatch):
     make_data(str(tmp_path / "bytes"), vocab=256, tokenizer="bytes")
     launch(1, arguments(tmp, out, max_iters=1, eval_interval=1, dataset=tmp_path / "bytes"))
     monkeypatch.setattr(sample, "generate", generate)
-    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda s: [1], str, 60))
-    sample.main([f"--out_dir={out}", "--num_samples=2", "--dtype=bfloat16"])
+    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda s: [1] * len(s), str, 60))
+    sample.main([f"--out_dir={out}", "--num_samples=2", "--dtype=bfloat16", "--start="])
     assert seen == [(False, 60, True, True)] * 2 and len(numbers) == 2
