@@ -64,7 +64,6 @@ class Saver:
 
     def __init__(self, out_dir, world):
         self.out_dir, self.world = out_dir, world
-        self.kept = None  # of a Hugging Face model that training began with, for an export
         self.saving = None  # a sharded save under way: the future of complete()
         self.background = ThreadPoolExecutor(1)
         # its collectives must not mix with training's, and ranks wait there for the slowest disk
@@ -110,15 +109,15 @@ class Saver:
 
         from_rank0(self.world, checked)
 
-    def claim(self, cfg, source):
-        """Take the id of source's run; for None a new one, and if a run was there before, rename
-        its directory, whole, and begin a new one."""
+    def claim(self, cfg, source, resumed=False):
+        """A resumed run has the id of source's. Another gets a new one, and if a run was there
+        before, renames its directory, whole, and begins a new one."""
         def on_rank0():
-            run_id = source.header.get("run") if source else None
+            run_id = source.header.get("run") if resumed else None
             run_id = run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
             here = os.path.realpath(self.out_dir)  # itself, not a link to it
             written = r"(ckpt|last)\.pt|metrics\.jsonl|step-\d+|events\.out\..*"
-            if source or not any(re.fullmatch(written, name) for name in os.listdir(here)):
+            if resumed or not any(re.fullmatch(written, name) for name in os.listdir(here)):
                 return run_id
             if os.path.commonpath([here, os.getcwd()]) == here:
                 raise SystemExit(f"out_dir={self.out_dir} has an earlier run, and cannot be "
@@ -131,6 +130,8 @@ class Saver:
             return run_id
 
         self.cfg, self.run_id = cfg, from_rank0(self.world, on_rank0)
+        # of a Hugging Face model that training began with, for an export
+        self.kept = source.header.get("kept") if source else None
 
     def save(self, model, optimizer, scaler, iter_num, best_val_loss, name="ckpt.pt"):
         """Full: out_dir/<name>. Sharded: a directory, and this returns before it is complete."""

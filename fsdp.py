@@ -27,7 +27,7 @@ from torch.utils import checkpoint as recompute  # PyTorch's; ours writes files
 
 import float8
 from configurator import DTYPES, SHARDED
-from ranks import mean, patient_group
+from ranks import patient_group
 
 ROOT = ""  # the root unit's name, as in named_modules
 
@@ -264,34 +264,6 @@ def set_grad_sync(model, cfg, is_last_micro_batch):
             model.set_requires_all_reduce(is_last_micro_batch)  # between groups: once a step
         if cfg.strategy == "shard_grad_op" and cfg.grad_sync == "last":
             model.set_reshard_after_backward(is_last_micro_batch)
-
-
-def require_gradients(model, batch, cfg, world):
-    """SystemExit unless each rank's batch gives every trained parameter a gradient (collective).
-    FSDP2 reduces those that have one: with others on another rank it would sum gradients of
-    different parameters, or hang. So ask before the first backward, whose graph shows them."""
-    with autocast(cfg, world.device):  # not through DDP, which would reduce the next backward
-        todo, seen = [model(*batch)[1].grad_fn], {None}
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-    leaves = {getattr(node, "variable", None) for node in seen}
-    reached = {name for name, p in model.named_parameters() if p in leaves}
-    for prefix, unit in model.named_modules():
-        if isinstance(unit, FSDPModule):
-            unit.unshard()  # the graph ends in gathered parameters
-            reached |= {name for name, p in unit.named_parameters(prefix) if p in leaves}
-            unit.reshard()
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    shares = mean(torch.tensor([float(name in reached) for name in trained]), world)
-    for name, share in zip(trained, shares.tolist()):
-        if share < 1:
-            raise SystemExit(
-                f"{name} gets a gradient on {share * world.size:.0f} of {world.size} ranks, and "
-                f"all must reduce the same ones: let model={cfg.model} add 0 * the output of what "
-                "it does not use, such as an expert without tokens; or --freeze what it never uses")
 
 
 def clip_grad_norm(model, max_norm, world):

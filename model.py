@@ -161,11 +161,9 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     def initial_value(self, name, shape, seed):
-        """
-        The whole starting value of parameter `name`: fp32, on the CPU, a function of (seed, name).
+        """The whole starting value of parameter `name`: fp32, on the CPU, of (seed, name) alone.
         Drawn whole even if a rank keeps a few rows of it, so that the model is the same at every
-        world size, strategy and device. DTensor's own random ops do not promise that.
-        """
+        world size, strategy and device. DTensor's own random ops do not promise that."""
         module, kind = name.split(".")[-2:]
         if kind == "bias":
             return torch.zeros(shape)

@@ -14,9 +14,12 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import fsdp
 from configurator import DTYPES
+from ranks import mean
 
 
 def make_optimizer(model, cfg):
@@ -44,6 +47,34 @@ def make_state(optimizer):
     optimizer.step()
     for p, grad in grads.items():  # DDP's are views of its buckets
         p.grad = grad
+
+
+def require_gradients(model, batch, cfg, world):
+    """SystemExit unless each rank's batch gives every trained parameter a gradient (collective).
+    FSDP2 reduces those that have one: with others on another rank it would sum gradients of
+    different parameters, or hang. So ask before the first backward, whose graph shows them."""
+    with fsdp.autocast(cfg, world.device):  # not through DDP, which would reduce the next backward
+        todo, seen = [model(*batch)[1].grad_fn], {None}
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+    leaves = {getattr(node, "variable", None) for node in seen}
+    reached = {name for name, p in model.named_parameters() if p in leaves}
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()  # the graph ends in gathered parameters
+            reached |= {name for name, p in unit.named_parameters(prefix) if p in leaves}
+            unit.reshard()
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    shares = mean(torch.tensor([float(name in reached) for name in trained]), world)
+    for name, share in zip(trained, shares.tolist()):
+        if share < 1:
+            raise SystemExit(
+                f"{name} gets a gradient on {share * world.size:.0f} of {world.size} ranks, and "
+                f"all must reduce the same ones: let model={cfg.model} add 0 * the output of what "
+                "it does not use, such as an expert without tokens; or --freeze what it never uses")
 
 
 # ---------- Muon --------------------------------------------------------------

@@ -171,14 +171,13 @@ def run(main, *args):
         wait = int(os.environ.get("LOCAL_RANK", 0)) > 0  # local rank 0 says the same
     except BaseException as e:
         code = traceback.format_exc()
-        no_memory = isinstance(e, (torch.OutOfMemoryError, MemoryError))
-        plain = ("can't allocate memory", "size calculation overflowed")  # RuntimeErrors of CPUs
-        if no_memory or any(words in str(e) for words in plain):
-            code = (f"out of memory: {str(e).splitlines()[0]}; lower batch_size, block_size or the "
-                    "model's sizes, or see what fits with python plan.py")
-        left = peer_left(e)
-        if left:
-            code = f"another rank ended, or the network failed: {str(e).splitlines()[0]}"
+        first, left = str(e).partition("\n")[0], peer_left(e)
+        words = ("can't allocate memory", "size calculation overflowed")  # RuntimeErrors of CPUs
+        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(w in str(e) for w in words):
+            code = (f"out of memory: {first}; lower batch_size, block_size or the model's sizes, "
+                    "or see what fits with python plan.py")
+        elif left:
+            code = f"another rank ended, or the network failed: {first}"
         wait = "RANK" in os.environ and isinstance(e, RuntimeError)  # maybe another rank's fault
     if isinstance(code, str):
         if wait:  # if another rank says it, torchrun ends this one meanwhile

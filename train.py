@@ -27,7 +27,7 @@ from configurator import help_text, load_config, model_config, model_file, resol
 from data.loader import Batches, data_dir, read_meta
 from metrics import Log, describe
 from model import derive_seed
-from optimizer import learning_rate_at, make_optimizer
+from optimizer import learning_rate_at, make_optimizer, require_gradients
 from ranks import StopSignal, from_rank0, mean, print0, run, setup
 
 # ---------- build -------------------------------------------------------------
@@ -102,11 +102,9 @@ def with_vocabulary(cfg, source=None):
 
 
 def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
-    """
-    Accumulate, clip, update (all ranks). `batch` is the step's first micro-batch.
-    Returns (mean loss of this rank's micro-batches, global gradient norm before clipping, first
-    micro-batch of step + 1). The first two are 0-d tensors: reading them waits for the device.
-    """
+    """Accumulate, clip, update (all ranks). `batch` is the step's first micro-batch. Returns (mean
+    loss of this rank's micro-batches, global gradient norm before clipping, first micro-batch of
+    step + 1). The first two are 0-d tensors: reading them waits for the device."""
     accumulation = cfg.gradient_accumulation_steps // world.size
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
@@ -180,8 +178,7 @@ def train(cfg):
     if source and source.header["scaler"]:
         scaler.load_state_dict(source.header["scaler"])
     if saver:
-        saver.claim(cfg, source if resumed else None)
-        saver.kept = source.header.get("kept") if source else None
+        saver.claim(cfg, source, resumed)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
     del source  # with it goes the map of its file, which may be on disk for that alone
@@ -220,7 +217,7 @@ def train(cfg):
 
         # one optimizer step
         if step == first_step and world.size > 1:
-            fsdp.require_gradients(model, batch, cfg, world)
+            require_gradients(model, batch, cfg, world)
         scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
         loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
         if saver:

@@ -21,7 +21,7 @@ import train
 from configurator import STRATEGIES, resolve
 from data.loader import Batches
 from model import GPT
-from optimizer import make_state
+from optimizer import make_state, require_gradients
 
 CPU = torch.device("cpu")
 
@@ -228,7 +228,7 @@ def case_storages(tmp):
     wrapped, model, optimizer = train.build(cfg, world)
     batches, scaler, counts = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False), []
     make_state(optimizer)  # as a resumed run does
-    fsdp.require_gradients(model, batches.train(0, 0), cfg, world)  # as every run
+    require_gradients(model, batches.train(0, 0), cfg, world)  # as every run
     fsdp.set_grad_sync(wrapped, cfg, is_last_micro_batch=False)
     wrapped(*batches.train(0, 0))[1].backward()
     own = next(model.parameters()).grad.norm().item()

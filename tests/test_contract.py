@@ -30,7 +30,6 @@ from harness import (
 from torch.distributed.fsdp import FSDPModule
 
 import checkpoint
-import fsdp
 import metrics
 import sample
 import train
@@ -615,7 +614,7 @@ def test_contract_run_refuses_gradients_that_not_all_ranks_have(tmp, idle):
 
 def case_idle_later(**run):
     """As if all ranks had the same gradients in the first batch only."""
-    with patch.object(fsdp, "require_gradients"):
+    with patch.object(train, "require_gradients"):
         return run_training(**run)
 
 
