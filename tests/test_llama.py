@@ -419,6 +419,15 @@ def tokens_of(path):
     return open_tokens(str(path)).tolist(), raw
 
 
+def draws_at_5(token):
+    """For generate(): this token is the fifth, the others are 9."""
+    def force(ids, scores):
+        scores = torch.full_like(scores, -torch.inf)
+        scores[:, token if ids.size(1) == 4 else 9] = 0.0
+        return scores
+    return force
+
+
 def test_llama_from_hugging_face_and_back(tmp_path):
     """prepare with their tokenizer, fine-tune on 2 ranks full_shard, sample, export: no network."""
     hf_dir, data, out = tmp_path / "hf", tmp_path / "data", tmp_path / "out"
@@ -467,6 +476,11 @@ def test_llama_from_hugging_face_and_back(tmp_path):
             assert getattr(back.config, key) == getattr(theirs.config, key)
         assert back.generation_config.eos_token_id == [end, 7]
         assert back.generation_config.max_new_tokens == 9
+        prompt = torch.tensor([[5, 6]])
+        for hugging in (transformers.AutoModelForCausalLM.from_pretrained(hf_dir), back):
+            for stop, length in ((7, 5), (end, 5), (8, 11)):  # 7 and end are the original's
+                text = hugging.generate(prompt, logits_processor=[draws_at_5(stop)])
+                assert text.size(1) == length
         return back, again
 
     back, again = exported()
