@@ -213,21 +213,23 @@ def flat_state(model, optimizer=None):
 
 def require_portable(model, optimizer, world):
     """SystemExit for optimizer state that another world size could not go on with (collective)."""
-    wrong, sums = [], {}
+    wrong, whole = [], {}
     for name, p in model.named_parameters():
         for kind, t in optimizer.state.get(p, {}).items():
             key = f"{kind} of {name}"
             if isinstance(t, DTensor):
                 wrong += [key] * (t.placements != p.placements)
             elif isinstance(t, torch.Tensor):
-                sums[key] = t.sum(dtype=torch.float64).item()
+                whole[key] = t
             else:
                 wrong.append(key)
-    if world.size > 1:  # what every rank has whole must be the same; finite() looks for infinity
-        ends = torch.tensor([[x, -x] for x in sums.values()], dtype=torch.float64)
-        dist.all_reduce(ends, dist.ReduceOp.MAX)
-        wrong += [key for key, (high, low) in zip(sums, ends.tolist())
-                  if -low < high and max(high, low) < torch.inf]
+    if world.size > 1:  # what every rank has whole must be the same, but for GPUs' last digits
+        most = torch.tensor([t.double().norm(1) for t in whole.values()], dtype=torch.float64)
+        least = -most
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(least, dist.ReduceOp.MAX)
+        differ = most > -1.001 * least  # not where it is infinite: finite() says that
+        wrong += [key for key, bad in zip(whole, differ) if bad]
     if wrong:
         raise SystemExit(f"optimizer state {wrong[0]} cannot be saved: it is neither a DTensor "
                          "placed as the parameter nor a plain tensor that is the same on all ranks "
