@@ -330,6 +330,9 @@ def conflicts(c, world, distributed):
         ("wrap_min_params", c.wrap_min_params and c.compile and recomputed,
          "dynamo enters nothing that is recomputed and has FSDP's hooks inside; use "
          "--compile=False, or --wrap_min_params=0 for a unit per block"),
+        ("wrap_min_params", c.wrap_min_params and c.activation_checkpointing == "selective",
+         "selective cannot recompute across units inside a block; use "
+         "--activation_checkpointing=full, or --wrap_min_params=0 for a unit per block"),
         ("prefetch_blocks",
          c.prefetch_blocks and c.wrap_min_params and c.activation_checkpointing != "none",
          "what is recomputed inside a block would gather units that backward has left already; use "

@@ -150,10 +150,10 @@ FACTORS = dict(
 
 
 def allowed(keys):
-    by_size, recomputed = keys["wrap_min_params"], keys["activation_checkpointing"] != "none"
+    by_size, recomputed = keys["wrap_min_params"], keys["activation_checkpointing"]
     if keys["strategy"] == "ddp" and (keys["cpu_offload"] or by_size or keys["prefetch_blocks"]):
         return False
-    if by_size and recomputed and keys["prefetch_blocks"]:
+    if by_size and (recomputed == "selective" or recomputed == "full" and keys["prefetch_blocks"]):
         return False
     return not keys["activation_offload"] or keys["activation_checkpointing"] == "full"
 

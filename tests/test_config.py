@@ -299,6 +299,8 @@ FULL = dict(strategy="full_shard")
     (World(size=2, local_size=2, device=torch.device("cuda", 0)),
      dict(**FULL, cpu_offload=0.5, dtype="float16"), "use --dtype=bfloat16 or float32"),
     (TWO, dict(**FULL, wrap_min_params=9, compile=True, loss_chunks=2), "--wrap_min_params=0"),
+    (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
+     "--activation_checkpointing=full"),
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="full", prefetch_blocks=1),
      "--prefetch_blocks=0"),
     (ONE, dict(strategy="single", grad_sync="last"), "grad_sync"),

@@ -267,9 +267,8 @@ MODES = {  # name: (ranks, keys)
     **{f"muon-{keys['strategy']}-{n}": (n, dict(keys, **MUON)) for n, keys in (
         (2, DDP), (2, ZERO3), (3, DDP), (3, ZERO3), (4, HYBRID))},
     "full-checkpointing": (3, dict(ZERO3, activation_checkpointing="full",
-                                   activation_offload=True)),
-    "selective-checkpointing": (2, dict(ZERO3, activation_checkpointing="selective",
-                                        wrap_min_params=1000)),
+                                   activation_offload=True, wrap_min_params=1000)),
+    "selective-checkpointing": (2, dict(ZERO3, activation_checkpointing="selective")),
     "hybrid-selective": (4, dict(HYBRID, activation_checkpointing="selective", grad_sync="last")),
     "compiled-ddp": (2, dict(DDP, compile=True, activation_checkpointing="full")),
     "compiled-full_shard": (2, dict(ZERO3, compile=True, cpu_offload=0.5, prefetch_blocks=1)),
