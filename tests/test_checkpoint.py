@@ -781,20 +781,6 @@ def test_run_resumed_with_another_vocabulary_names_a_remedy_that_works(tmp):
                                "use the data set that it was trained on")
 
 
-def test_run_resumed_drops_damaged_lines_of_its_metrics(tmp):
-    out = os.path.join(tmp, "bad-lines")
-    launch(1, arguments(tmp, out, max_iters=2))
-    path = os.path.join(out, "metrics.jsonl")
-    lines = open(path, "rb").read().splitlines(keepends=True)
-    # of two runs at once, of a bad disk, and the half line of a kill
-    bad = [b'{"iter": 1, "lo{"iter": 1}\n', b"\xff\x00\n", b"3\n", b'{"loss": 1}\n', b'{"it']
-    with open(path, "wb") as f:
-        f.writelines([lines[0], *bad[:4], *lines[1:], bad[4]])
-    p = launch(1, arguments(tmp, out, max_iters=3, init_from="resume"))
-    assert p.stderr == ""
-    assert [row["iter"] for row in read_metrics(out) if "loss" in row] == [0, 1, 2]
-
-
 # -----------------------------------------------------------------------------
 # damage
 

@@ -184,7 +184,7 @@ def test_readme_a_fork_may_delete_what_it_says(tmp_path):
     assert p.returncode == 0 and "5 passed, 4 skipped" in p.stdout, p.stdout
     said = {"--init_from=gpt2": "init_from=gpt2 needs huggingface.py, which is not here\n",
             "--model=llama": "model='llama': gpt2 is model.py, any other NAME is NAME.py beside "
-                             "it, with a Model and a ModelConfig\n"}
+                             "it, with a Model and a dataclass ModelConfig\n"}
     for flag in said:
         p = run("train.py", flag, f"--out_dir={tmp_path / 'out'}")
         assert (p.returncode, p.stderr) == (1, said[flag])
