@@ -1188,7 +1188,14 @@ def test_huggingface_bad_input_is_one_clear_line(tmp_path):
 
 
 def stray_index(path):
+    """Names are a directory's own: what an index names is not read."""
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}')
+
+
+def lost_shard(path):
+    os.rename(path / "model.safetensors", path / "model-00001-of-00002.safetensors")
+    (path / "model.safetensors.index.json").write_text("{}")
+    edited(n_layer=4)(path)
 
 
 def edited(**values):
@@ -1218,7 +1225,8 @@ def replaced(change):
     (replaced(torch.Tensor.int), "transformer.h.2.ln_1.weight is I32, not floats"),
     (replaced(torch.Tensor.bool), "transformer.h.2.ln_1.weight is BOOL, not floats"),
     (replaced(lambda w: w * torch.nan), "has numbers that are not finite (NaN or infinity)"),
-    (stray_index, "model.safetensors.index.json names a file that is not beside it")])
+    (stray_index, None),
+    (lost_shard, "transformer.h.3.ln_1.weight is missing or has shape None, not (30,)")])
 def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, message):
     pytest.importorskip("safetensors")
     huggingface.export(checkpoint.find(sound["full"][0], World()), str(tmp_path))
