@@ -147,9 +147,6 @@ def model_config(cfg):
     return cls(**{f.name: getattr(cfg, f.name) for f in fields(cls)})
 
 
-# ---------- files, flags, help ------------------------------------------------
-
-
 def load_config(argv, flags=()):
     """Config files and --key=value flags, applied left to right over the defaults. flags: names
     that the command takes itself, which a mistyped one may have meant."""
@@ -193,8 +190,7 @@ def run_file(path, before):
         with open(path) as f:
             exec(compile(f.read(), path, "exec"), scope)
     except (Exception, SystemExit) as e:
-        raise SystemExit(f"{path}: {type(e).__name__}: {e}; pass config files, such as "
-                         "config/quickstart.py, and --key=value")
+        raise SystemExit(f"{path}: {type(e).__name__}: {e}; pass config files and --key=value")
     return {key: value for key, value in scope.items() if before.get(key) is not value
             and not (key.startswith("_") or callable(value) or inspect.ismodule(value))}
 
