@@ -52,7 +52,7 @@ def one_line(function, *args):
     (["--compile=maybe"], "True or False"),
     (["--compile=1"], "True or False"),
     (["--n_layer=True"], "whole number"),
-    (["--n_layer"], "--n_layer=value"),
+    (["--n_layer"], "^--n_layer: .* pass config files and --key=value"),
     (["--n_layer=0"], "n_layer=0 must be at least 1"),
     (["--n_layer=1e9"], "n_layer=1000000000 must be at most 10000"),
     (["--out_dir="], "--out_dir=: out_dir='' must be a name or a path"),
@@ -253,8 +253,7 @@ def test_config_a_model_files_own_keys(odd, capsys):
     assert "must be a finite number" in one_line(load_config, [model, "--bias=nan"])
     assert "one of 'a', 'b'" in one_line(load_config, [model, "--kind=c"])
     said = one_line(load_config, ["--kind=b", model])
-    assert said == ("--kind=b: unknown key kind (model=gpt2); --help lists the keys; --model comes "
-                    "first")
+    assert said == "--kind=b: unknown key kind (model=gpt2); --help lists the keys (--model first)"
     train.main([model, "--help"])
     text = capsys.readouterr().out
     keys = (r"^model odd\n  --block_size=8\n +context length in tokens\n"
@@ -304,7 +303,7 @@ FULL = dict(strategy="full_shard")
     (ONE, dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
     (TWO, dict(**FULL, cpu_offload=0.5, dtype="float16"), "use --dtype=bfloat16 or float32"),
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
-     "full activation_checkpointing, not selective"),
+     "wrap_min_params=0, or full checkpointing"),
     (TWO, dict(**FULL, wrap_min_params=9, compile=True, loss_chunks=2), "--wrap_min_params=0"),
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
      "--activation_checkpointing=full"),
@@ -314,7 +313,7 @@ FULL = dict(strategy="full_shard")
 ])
 def test_config_combination_without_meaning_is_one_clear_line(tmp, world, overrides, message):
     said = one_line(resolve, tiny(tmp, **overrides), world, world.size > 1)
-    assert message in said
+    assert re.search(message, said)
     assert said.partition("=")[0] in overrides
 
 
