@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import io
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from harness import HERE, Ranks, environment, flags, script, shell, tiny
 
 from data import loader
 from data.loader import TokenFiles
-from data.prepare import chunks
+from data.prepare import chunks, tokenize
 from data.tokenizer import tokenizer
 from ranks import World
 
@@ -472,3 +473,12 @@ def test_prepare_sends_a_million_characters_at_a_time():
     lengths = [[len(text) for text in chunk] for chunk in chunks("x" * n for n in (3 << 20, 9, 8))]
     assert lengths == [[3 << 20], [9, 8]]
     assert [len(chunk) for chunk in chunks(["x" * (1 << 18)] * 9)] == [4, 4, 1]
+
+
+def test_prepare_keeps_the_order_of_more_chunks_than_wait_at_once():
+    docs = [letter * (1 << 20) for letter in "abcdef"]  # for one worker 4 wait
+    files = io.BytesIO(), io.BytesIO()
+    tokenize(docs, files, 1, np.dtype(np.uint16), "bytes", 0.5)
+    train, val = (split_documents(np.frombuffer(f.getvalue(), np.uint16)) for f in files)
+    assert sorted(train + val) == [doc.encode() for doc in docs]
+    assert (train, val) == (sorted(train), sorted(val)) and train and val
