@@ -89,10 +89,9 @@ def arguments(argv):
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *fsdp.DTYPES))
     args = parser.parse_args(argv)
-    least = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
-    for key, value in least.items():
-        if not value <= getattr(args, key) < 2**63:
-            parser.error(f"--{key}={getattr(args, key)}: it must be at least {value}, below 2**63")
+    for key, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0).items():
+        if not least <= getattr(args, key) < 2**63:
+            parser.error(f"--{key}={getattr(args, key)}: it must be at least {least}, below 2**63")
     return args
 
 
