@@ -656,14 +656,17 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
     assert figure.axes[0].get_ylabel() == "MiB on a GPU"
     for row, panel in zip(rows, figure.axes):
         filled = [c for c in panel.collections if isinstance(c, collections.PolyCollection)]
-        x, y = filled[-1].get_paths()[0].vertices.T  # activations': there, on top, and back, below
-        assert len(filled) == 5 and y.max() == pytest.approx(row["peak"] / 2**20)
+        start = {where: n for n, where in row["marks"]}  # the last of each
+        first = start["forward"]
+        total = row["timeline"][first:, 1:].sum(axis=1) / 2**20
+        outline = filled[-1].get_paths()[0].vertices  # of the activations: below, and back on top
+        x, y = outline[-2:-2 - len(total):-1].T
+        assert len(filled) == 5 and y == pytest.approx(total)
+        assert y.max() == pytest.approx(row["peak"] / 2**20)
         assert y.max() > 0.1 * panel.get_ylim()[1]  # not flat
-        there = x[:len(x) // 2]
-        assert (there[1:] >= there[:-1]).all() and (x.min(), x.max()) == (0, 3.6)
-        phases = {"forward": (0, 1), "forward, head": (1, 1.4), "optimizer": (3.2, 3.6)}
-        first, last = phases.get(row["where"], (1.4, 3.2))
-        assert first <= x[y.argmax()] <= last
+        begins = {"forward": 0, "forward, head": 1, "backward, head": 1.4, "optimizer": 3.2}
+        assert (x[1:] >= x[:-1]).all() and x[-1] == 3.6
+        assert [x[start[where] - first] for where in begins] == list(begins.values())
         lines = [line.get_ydata()[0] for line in panel.lines]
         assert lines == ([512] if gpu_memory == 0.5 else [])  # the GPU's size
 
