@@ -16,6 +16,7 @@ import re
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -35,16 +36,14 @@ ROOT = ""  # the root unit's name, as in named_modules
 def parallelize(model, cfg, world):
     """Apply cfg.strategy to `model`, which is on the meta device; allocate parameters, no values
     yet. Returns the module to call: `model` itself, or DDP around it. All ranks."""
-    buffers = [name for name, _ in model.named_buffers()]
-    if buffers:
-        raise SystemExit(f"the model has a buffer, {buffers[0]}: nobody would shard or fill it; "
-                         "compute it in forward, or make it a parameter that does not train")
+    for name, _ in model.named_buffers():
+        raise SystemExit(f"the model has a buffer, {name}: nobody would shard or fill it; compute "
+                         "it in forward, or make it a parameter that does not train")
     float8.convert(model, cfg, world)
     # a) checkpoint activations inside what is compiled and sharded: recomputation then runs
     #    between FSDP's backward hooks, with the unit's parameters gathered
     checkpoint_activations(model, cfg, world.device)
-    wrap = shard if cfg.strategy in SHARDED else replicate
-    return wrap(model, cfg, world)
+    return shard(model, cfg, world) if cfg.strategy in SHARDED else replicate(model, cfg, world)
 
 
 def shard(model, cfg, world):
@@ -65,10 +64,9 @@ def shard(model, cfg, world):
         param_dtype=None if cfg.dtype == "float32" else DTYPES[cfg.dtype],  # gather and compute
         reduce_dtype=DTYPES[cfg.reduce_dtype])  # if omitted, FSDP2 sums gradients in param_dtype
     common = dict(mesh=make_mesh(cfg, world), mp_policy=precision)
-    reshard_after_forward = cfg.strategy != "shard_grad_op"
     for name, unit in units:
-        options = dict(common, **offload.get(name, {}))
-        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(unit, reshard_after_forward=cfg.strategy != "shard_grad_op", **common,
+                    **offload.get(name, {}))
     # the root stays gathered: backward begins with it
     fully_shard(model, reshard_after_forward=False, **common, **offload.get(ROOT, {}))
     if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on: zeros for what a
@@ -115,9 +113,9 @@ def replicate(model, cfg, world):
 
 
 def find_units(model, min_params=0):
-    """[(name, module)] of FSDP's units without the root, inner before outer. One per block; or with
-    min_params=N, bottom-up, any module with at least N parameters that no unit has yet (FSDP1's
-    size-based policy). Tied parameters stay in the root: PyTorch refuses them in two units."""
+    """[(name, module)] of FSDP's units but the root, inner before outer: the blocks; or, FSDP1's
+    size-based policy, any module that has at least min_params parameters which no unit has yet.
+    Tied parameters stay in the root: PyTorch refuses them in two units."""
     if not min_params:
         blocks = set(model.blocks)
         return [(name, module) for name, module in model.named_modules() if module in blocks]
@@ -158,10 +156,8 @@ def offloaded_units(units, fraction):
 
 def frozen_prefix(model, units):
     """The units that come before the first trainable parameter: backward never reaches them."""
-    position = {p: i for i, p in enumerate(model.parameters())}  # registered in forward order
-    first_trained = min(i for p, i in position.items() if p.requires_grad)
-    return [(name, unit) for name, unit in units
-            if all(position[p] < first_trained for p in unit.parameters())]
+    prefix = set(takewhile(lambda p: not p.requires_grad, model.parameters()))  # in forward order
+    return [(name, unit) for name, unit in units if prefix.issuperset(unit.parameters())]
 
 
 def make_mesh(cfg, world):
@@ -186,18 +182,16 @@ def prefetch(model, units, n):
 
 def freeze(model, pattern):
     """Parameters in whose name the pattern is found: no gradient and no optimizer state."""
-    if not pattern:
-        return
-    names = [name for name, _ in model.named_parameters()]
+    named = dict(model.named_parameters())
     try:
-        hits = [name for name in names if re.search(pattern, name)]
+        hits = [name for name in named if pattern and re.search(pattern, name)]
     except re.error as e:
         raise SystemExit(f"freeze={pattern!r} is not a regular expression: {e}")
-    if len(hits) in (0, len(names)):
-        raise SystemExit(f"freeze={pattern!r} matches {len(hits)} of {len(names)} parameters; "
-                         f"names look like {names[0]}, {names[len(names) // 2]}")
+    if pattern and len(hits) in (0, len(named)):
+        raise SystemExit(f"freeze={pattern!r} matches {len(hits)} of {len(named)} parameters; "
+                         f"names look like {list(named)[len(named) // 2]}")
     for name in hits:
-        model.get_parameter(name).requires_grad_(False)
+        named[name].requires_grad_(False)
 
 
 def checkpoint_activations(model, cfg, device):
@@ -206,12 +200,6 @@ def checkpoint_activations(model, cfg, device):
     attention too. (Wrapping the modules would change their names.) And the loss in chunks."""
     options = dict(use_reentrant=False)
     if cfg.activation_checkpointing == "selective":
-        # FSDP's hooks leave marks for the profiler, one more when a unit inside a block runs again
-        marks = (("_record_function_enter_new", "default"),
-                 ("_record_function_exit", "_RecordFunction"))
-        ops = [getattr(getattr(torch.ops.profiler, op, None), name, None) for op, name in marks]
-        ignored = getattr(recompute, "SAC_IGNORED_OPS", set())  # private names, so maybe gone
-        ignored.update(filter(None, ops))
         options["context_fn"] = partial(recompute.create_selective_checkpoint_contexts,
                                         keep_products)
     for block in model.blocks:
@@ -219,11 +207,7 @@ def checkpoint_activations(model, cfg, device):
             block.forward = partial(recompute.checkpoint, block.forward, **options)
         if cfg.activation_offload:
             block.forward = partial(offload_saved, block.forward, device)
-    if cfg.loss_chunks:
-        if not hasattr(model, "loss_chunks"):
-            raise SystemExit(f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss "
-                             "(see the header of model.py); use --loss_chunks=0")
-        model.loss_chunks = cfg.loss_chunks
+    model.loss_chunks = cfg.loss_chunks
 
 
 def keep_products(ctx, op, *args, **kwargs):
@@ -235,8 +219,7 @@ def keep_products(ctx, op, *args, **kwargs):
 
 
 def offload_saved(forward, device, *args, **kwargs):
-    """forward(...), but what is saved for backward goes to host memory: around a checkpointed
-    forward that is its input; around any other, weights would go too."""
+    """forward(...), with what it saves in host memory: a checkpointed one, its input alone."""
     with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         return forward(*args, **kwargs)
 

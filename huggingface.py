@@ -9,8 +9,6 @@ A config.json that our models do not compute is refused. Writing takes host memo
 """
 
 import json
-import os
-import shutil
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict
@@ -18,28 +16,24 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import BUFFERS, Source, atomic, first_line, open_newest
+from checkpoint import BUFFERS, Source, atomic, first_line, open_newest, writing
 from configurator import DTYPES, model_file
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, local_copy
 from metrics import optional
 from ranks import run
 
-# ---------- a row for each architecture ---------------------------------------
-
-GPT2 = dict(  # {our key: theirs}
-    n_layer="n_layer", n_head="n_head", n_embd="n_embd", vocab_size="vocab_size",
-    block_size="n_positions")
-LLAMA = dict(
-    n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
-    n_embd="hidden_size", n_inner="intermediate_size", head_dim="head_dim", norm_eps="rms_norm_eps",
-    rope_theta="rope_theta", tie_embeddings="tie_word_embeddings", vocab_size="vocab_size",
-    block_size="max_position_embeddings")
+# {our key: theirs}
+GPT2 = dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", vocab_size="vocab_size",
+            block_size="n_positions")
+LLAMA = dict(n_layer="num_hidden_layers", n_head="num_attention_heads", norm_eps="rms_norm_eps",
+             n_kv_head="num_key_value_heads", n_embd="hidden_size", n_inner="intermediate_size",
+             head_dim="head_dim", rope_theta="rope_theta", tie_embeddings="tie_word_embeddings",
+             vocab_size="vocab_size", block_size="max_position_embeddings")
 # what our models compute: {their key: values that mean it}; the first is what an absent key means
-GPT2_IS = dict(
-    activation_function=["gelu_new", "gelu_pytorch_tanh"], layer_norm_epsilon=[1e-5],
-    scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], n_inner=[None],
-    add_cross_attention=[False], tie_word_embeddings=[True], quantization_config=[None])
+GPT2_IS = dict(activation_function=["gelu_new", "gelu_pytorch_tanh"], layer_norm_epsilon=[1e-5],
+               scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], n_inner=[None],
+               add_cross_attention=[False], tie_word_embeddings=[True], quantization_config=[None])
 LLAMA_IS = dict(hidden_act=["silu"], attention_bias=[False], mlp_bias=[False],
                 use_sliding_window=[False], quantization_config=[None])
 ARCHITECTURES = {  # {their model_type: (their class, our model, keys, what it is)}
@@ -58,44 +52,37 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 def open_pretrained(name):
     """A Source from a local directory, or from the hub ('gpt2', 'org/model'); or a SystemExit."""
     safe_open = optional("safetensors", f"init_from={name}").safe_open
-    hub = name if "/" in name else f"openai-community/{name}"
-    path = local_copy("init_from", name, hub, "model*.safetensors*", TOKENIZER, *KEPT)
-    where, shapes = {}, {}  # of our keys: (file, their key, stored transposed?); shape
+    path = Path(local_copy("init_from", name, "model*.safetensors*", TOKENIZER, *KEPT))
+    where, shapes = {}, {}  # of our keys: (file, their key); shape
     try:
-        model, args = understand(json.loads(Path(path, "config.json").read_text("utf-8")))
+        model, args = understand(json.loads((path / "config.json").read_text("utf-8")))
         args = asdict(model_file(model).ModelConfig(**args))
-        files, index = ["model.safetensors"], Path(path, "model.safetensors.index.json")
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        if any(map(os.path.dirname, files)):
-            raise ValueError(f"{index.name} names a file that is not beside it")
-        for file in (os.path.join(path, file) for file in files):
+        for file in sorted(path.glob("model*-of-*.safetensors")) or [path / "model.safetensors"]:
             with safe_open(file, "pt") as opened:
                 for key in opened.keys():
                     if key.endswith(BUFFERS):
                         continue
-                    ours, tensor = "model." + key, opened.get_slice(key)
+                    ours, tensor = f"model.{key}", opened.get_slice(key)
                     if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                         raise ValueError(f"{key} is {tensor.get_dtype()}, not floats")
                     if model == "gpt2" and key != "lm_head.weight":
                         # the hub's gpt2 has no prefix; save_pretrained writes it
                         ours = "model.transformer." + key.removeprefix("transformer.")
-                    flip = -1 if model == "gpt2" and key.endswith(TRANSPOSED) else 1
-                    shapes[ours] = tuple(tensor.get_shape())[::flip]
-                    where[ours] = file, key, flip < 0
+                    where[ours], shape = (file, key), tuple(tensor.get_shape())
+                    shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
     except Exception as e:
         raise SystemExit(f"{path}: not a model in Hugging Face format, config.json and "
                          f"*.safetensors, that we compute ({type(e).__name__}: {first_line(e)})")
 
-    def get(key):  # a view of the mapped file, in its type
-        file, theirs, transposed = where[key]
-        tensor = safe_open(file, "pt").get_tensor(theirs)
-        return tensor.t() if transposed else tensor
+    def get(ours):  # a view of the mapped file, in its type
+        file, key = where[ours]
+        tensor = safe_open(file, "pt").get_tensor(key)
+        return tensor.t() if key.endswith(TRANSPOSED) else tensor
 
-    kept = {file: Path(path, file).read_text("utf-8") for file in KEPT if Path(path, file).exists()}
+    kept = {file: (path / file).read_text("utf-8") for file in KEPT if (path / file).exists()}
     header = dict(iter_num=0, best_val_loss=1e9, model_args=args, config={"model": model},
                   shapes=shapes, scaler=None, kept=kept)
-    return Source(path, header, get)
+    return Source(str(path), header, get)
 
 
 def understand(theirs):
@@ -107,21 +94,19 @@ def understand(theirs):
     args = {ours: theirs[key] for ours, key in keys.items() if theirs.get(key) is not None}
     if kind == "gpt2":
         args["bias"] = True
-        if theirs.get("n_inner") == 4 * args["n_embd"]:
-            theirs = dict(theirs, n_inner=None)
+        is_ = {**is_, "n_inner": [None, 4 * args["n_embd"]]}
     else:
         # rope_parameters is transformers 5's name; before, rope_theta stood beside rope_scaling
-        rope = {"rope_type": "default", **(theirs.get("rope_scaling") or {}),
-                **(theirs.get("rope_parameters") or {})}
+        rope = {"rope_type": "default", "rope_theta": theirs.get("rope_theta") or 1e4,
+                **(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
         llama3 = rope.items() >= LLAMA3.items()
-        if not llama3 and (rope["rope_type"], rope.get("type", "default")) != ("default",) * 2:
+        if not llama3 and {rope["rope_type"], rope.get("type", "default")} != {"default"}:
             raise ValueError(f"rotary positions {rope}, and llama computes Llama 3's scaling only")
-        usual = args["n_embd"] // args["n_head"]
-        args.update(n_kv_head=args.get("n_kv_head", args["n_head"]), qk_norm=kind == "qwen3",
-                    head_dim=0 if args.get("head_dim", usual) == usual else args["head_dim"],
-                    rope_theta=rope.get("rope_theta", args.get("rope_theta", 1e4)),
-                    rope_factor=rope["factor"] if llama3 else 1.0,
-                    tie_embeddings=args.get("tie_embeddings", False))
+        args = {"n_kv_head": args["n_head"], "tie_embeddings": False, **args,
+                "qk_norm": kind == "qwen3", "rope_theta": rope["rope_theta"],
+                "rope_factor": rope["factor"] if llama3 else 1.0}
+        if args.get("head_dim") == args["n_embd"] // args["n_head"]:
+            args["head_dim"] = 0  # ours for that
     for key, values in is_.items():
         if theirs.get(key, values[0]) not in values:
             raise ValueError(f"{key}={theirs[key]!r}, and {model} computes {values[0]!r} only")
@@ -155,23 +140,23 @@ def export(source, path, dtype="float32"):
         state, _, name = key.partition(".")
         if state != "model" or (theirs["tie_word_embeddings"] and name == "lm_head.weight"):
             continue  # the optimizer's; or tied, and transformers ties it again
-        flip = model == "gpt2" and name.endswith(TRANSPOSED)
         tensor = source.get(key).to(DTYPES[dtype])
-        tensors[name] = tensor.t().contiguous() if flip else tensor
-        norm_or_linear = name.endswith("weight") and not name.endswith(("wte.weight", "wpe.weight"))
-        if model == "gpt2" and not args["bias"] and norm_or_linear:  # their GPT-2 has biases
-            tensors[name[:-6] + "bias"] = torch.zeros(shape[0], dtype=DTYPES[dtype])
+        tensors[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
+        embedding = name.endswith(("wte.weight", "wpe.weight"))
+        if model == "gpt2" and not args["bias"] and not embedding:  # their GPT-2 has biases
+            tensors[name.replace("weight", "bias")] = torch.zeros(shape[0], dtype=tensor.dtype)
     save = optional("safetensors.torch", "a Hugging Face directory").save
-    os.makedirs(path, exist_ok=True)
     files = {file: kept[file].encode() for file in KEPT if file in kept}
     files["model.safetensors"] = save(tensors, {"format": "pt"})
     files["config.json"] = json.dumps(theirs, indent=2).encode()
-    for file, data in files.items():
-        with atomic(os.path.join(path, file)) as f:
-            f.write(data)
     directory = data_dir(config.get("dataset", ""))
-    if read_meta(directory).get("tokenizer") == TOKENIZER:
-        shutil.copy(os.path.join(directory, TOKENIZER), path)
+    with writing(path):
+        Path(path).mkdir(parents=True, exist_ok=True)
+        if read_meta(directory).get("tokenizer") == TOKENIZER:
+            files[TOKENIZER] = Path(directory, TOKENIZER).read_bytes()
+        for file, data in files.items():
+            with atomic(f"{path}/{file}") as f:
+                f.write(data)
 
 
 def main(argv):
@@ -179,14 +164,10 @@ def main(argv):
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
     parser.add_argument("out_dir", help="of a run")
     parser.add_argument("directory", help="to write")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
-                        help="(%(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args(argv)
     source = open_newest(args.out_dir)
-    try:
-        export(source, args.directory, args.dtype)
-    except OSError as e:
-        raise SystemExit(f"{args.directory}: {e}; pass a directory that can be written")
+    export(source, args.directory, args.dtype)
     print(f"{source.path} -> {args.directory}, for AutoModelForCausalLM.from_pretrained")
 
 

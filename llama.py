@@ -4,8 +4,7 @@ Llama in one file: Llama 1 to 3, TinyLlama, SmolLM2, and Qwen3's dense models. `
     python train.py --model=llama --n_layer=4 --n_embd=144 --n_inner=384    # from scratch
     python train.py config/finetune_smollm2.py                              # from Hugging Face's
 
-A second model by the contract in the header of model.py; a fork that wants only GPT can delete it.
-Parameters have Hugging Face's names.
+A second model by the contract in model.py, with Hugging Face's names; a fork can delete it.
 
 Sizes: B sequences of T tokens, C = n_embd, nh query heads and nkv key-value heads of hs, V tokens.
 Architecture: Touvron et al. 2023 (Llama), Dubey et al. 2024 (Llama 3): RMSNorm before each part,
@@ -40,13 +39,10 @@ class LlamaConfig:
     qk_norm: bool = False  # RMSNorm on each head's queries and keys: Qwen3
 
     def __post_init__(self):
-        for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
-                    "n_inner", "rope_theta", "rope_factor"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
-        for key in ("head_dim", "norm_eps"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 0")
+        for key in LlamaConfig.__dataclass_fields__:
+            least = 0 if key in ("head_dim", "norm_eps", "tie_embeddings", "qk_norm") else 1
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
         for key, part in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             value, divisor = getattr(self, key), getattr(self, part)
             if value % divisor and not (part == "n_head" and self.head_dim):

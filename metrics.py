@@ -5,6 +5,8 @@ and TensorBoard if asked for. Rank 0 reports; on the others nothing happens.
     log = Log(cfg, world, run_id, step, model)  # which is on the meta device
     log.step(step, loss, norm, lr, scale)      # every log_interval steps
     with log.paused(): ...                     # an evaluation is no part of the steps' time
+
+A resumed run appends its rows to metrics.jsonl: of two rows of a step the later one counts.
 """
 
 import importlib
@@ -20,10 +22,11 @@ from dataclasses import asdict
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkpoint import atomic, first_line, writing
+from checkpoint import first_line, writing
 from ranks import print0
 
-# dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16)
+# dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16), by the whole
+# name: a part of it says too little, as L40 has L4 in it
 PEAK_FLOPS = {
     "B200": 2250e12, "H200": 989e12, "H200 NVL": 835e12, "GH200 480GB": 989e12,
     "GH200 144G HBM3e": 989e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
@@ -34,8 +37,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device):
-    """The FLOP/s that MFU is relative to, of bf16 whatever the run's dtype. None unless the name is
-    exactly known: a part of it says too little, as L40 has L4 in it."""
+    """The FLOP/s that MFU is relative to, whatever the dtype; None without the exact name."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -43,12 +45,9 @@ def peak_flops(device):
 
 
 def flops_per_token(model, world):
-    """
-    FLOPs of forward and backward for a token, as PyTorch counts those of a model on meta: 6 for
-    each weight in a product, 12 T C a layer for attention (PaLM, appendix B), less what frozen
-    parameters spare: their gradients, and all of backward before the first that trains. 0 if they
-    cannot be counted.
-    """
+    """FLOPs of forward and backward for a token, as PyTorch counts them on meta: 6 for each weight
+    in a product, 12 T C a layer for attention (PaLM, appendix B), less what frozen parameters
+    spare. 0 if they cannot be counted."""
     idx = torch.zeros(1, model.config.block_size, dtype=torch.long, device="meta")
     try:
         with FlopCounterMode(display=False) as counter:
@@ -70,13 +69,13 @@ def peak_memory(device):
 def describe(cfg, model, batches, source, world):
     """The lines that head a run's output."""
     n = sum(p.numel() for p in model.parameters())
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     samples = cfg.gradient_accumulation_steps * cfg.batch_size
     yield (f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
            f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens a step, "
            f"epoch = {len(batches.files['train']) / samples:,.0f} steps")
-    if frozen:
-        yield f"{frozen:,} parameters are frozen: no gradients, no optimizer state"
+    if trained < n:
+        yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
     if cfg.dtype == "float8" and world.device.type == "cpu":
         yield "float8 is emulated on a CPU: the same rounding, but slow"
     if source:
@@ -95,9 +94,19 @@ class Log:
         self.peak_flops = peak_flops(world.device)
         # only for MFU: counting takes as long as several steps of a small model
         self.flops = flops_per_token(model, world) * self.tokens if self.peak_flops else 0
-        wanted = {jsonl: True, wandb: cfg.wandb_log, tensorboard: cfg.tensorboard}
-        outputs = [output for output in wanted if wanted[output] and run_id and world.rank == 0]
-        self.outputs = [output(cfg, run_id, step) for output in outputs]
+        self.run_id, self.file, self.wandb, self.tensorboard = run_id, None, None, None
+        if not run_id or world.rank > 0:
+            return
+        self.path = os.path.join(cfg.out_dir, "metrics.jsonl")
+        with writing(self.path):
+            self.file = open(self.path, "ab", buffering=0)  # no row waits in a buffer
+        if cfg.wandb_log:
+            self.wandb = optional("wandb", "wandb_log=True").init(
+                project=cfg.wandb_project, name=cfg.wandb_run_name, dir=cfg.out_dir,
+                config=asdict(cfg), id=run_id, resume="allow" if step else None)
+        if cfg.tensorboard:
+            module = optional("torch.utils.tensorboard", "tensorboard=True")
+            self.tensorboard = module.SummaryWriter(cfg.out_dir, purge_step=step or None)
 
     @contextmanager
     def paused(self):
@@ -111,9 +120,7 @@ class Log:
         seconds = (now - self.since) / (step + 1 - self.next_step)
         self.since, self.next_step = now, step + 1
         rate = self.tokens / seconds
-        mfu = None
-        if self.flops:
-            mfu = self.flops / seconds / self.peak_flops / self.world.size
+        mfu = self.flops / seconds / self.peak_flops / self.world.size if self.flops else None
         print0(self.world, f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
                            f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {rate:,.0f} tok/s, "
                            f"norm {norm:.2f}, mem {memory / 2**30:.2f}GiB, "
@@ -123,72 +130,31 @@ class Log:
                         wall_s=now - self.started))
 
     def evaluation(self, step, losses):
-        print0(self.world, f"step {step}: train loss {losses['train']:.4f}, "
-                           f"val loss {losses['val']:.4f}")
-        self.write(dict(iter=step, train_loss=losses["train"], val_loss=losses["val"]))
+        train, val = losses["train"], losses["val"]
+        print0(self.world, f"step {step}: train loss {train:.4f}, val loss {val:.4f}")
+        self.write(dict(iter=step, train_loss=train, val_loss=val,
+                        val_perplexity=math.exp(min(val, 700))))  # exp overflows from 710 on
 
     def write(self, row):
-        """Log a row, with the perplexities of its losses."""
-        for loss, name in (("loss", "perplexity"), ("val_loss", "val_perplexity")):
-            if loss in row:
-                row = {**row, name: math.exp(min(row[loss], 700.0))}  # exp overflows from 710 on
-        for write, _ in self.outputs:
-            write(row)
+        if self.file:
+            with writing(self.path):
+                self.file.write((json.dumps({"run": self.run_id, **row}) + "\n").encode())
+        if self.wandb:
+            self.wandb.log(row, step=row["iter"])
+        if self.tensorboard:
+            for key, value in row.items():
+                if value is not None:
+                    self.tensorboard.add_scalar(key, value, row["iter"])
+            self.tensorboard.flush()
 
     def close(self):
-        for _, close in self.outputs:
-            close()
-
-
-def jsonl(cfg, run_id, step):
-    path = os.path.join(cfg.out_dir, "metrics.jsonl")
-    with writing(path):
-        if step and os.path.exists(path):
-            with open(path, errors="replace") as f:
-                kept = "".join(line.rstrip() + "\n" for line in f if comes_before(step, line))
-            with atomic(path) as f:
-                f.write(kept.encode())
-        file = open(path, "ab" if step else "wb", buffering=0)  # no line waits in a buffer
-
-    def write(row):
-        with writing(path):
-            file.write((json.dumps({"run": run_id, **row}) + "\n").encode())
-
-    return write, file.close
-
-
-def comes_before(step, line):
-    """A resumed run logs the later steps again. A kill leaves half a line."""
-    try:
-        return json.loads(line)["iter"] < step
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
-def wandb(cfg, run_id, step):
-    run = optional("wandb", "wandb_log=True").init(
-        project=cfg.wandb_project, name=cfg.wandb_run_name, dir=cfg.out_dir, config=asdict(cfg),
-        id=run_id, resume="allow" if step else None)
-    return lambda row: run.log(row, step=row["iter"]), run.finish
-
-
-def tensorboard(cfg, run_id, step):
-    optional("tensorboard", "tensorboard=True")
-    from torch.utils.tensorboard import SummaryWriter
-    writer = SummaryWriter(cfg.out_dir, purge_step=step or None)
-
-    def write(row):
-        for key, value in row.items():
-            if value is not None:
-                writer.add_scalar(key, value, row["iter"])
-
-    return write, writer.close
+        if self.wandb:
+            self.wandb.finish()
 
 
 def optional(module, wanted_by):
     """Import what is not in requirements.txt; SystemExit with what to install."""
     try:
         return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise SystemExit(f"{wanted_by} needs a package that is not here: pip install {package}")
+    except ImportError as e:
+        raise SystemExit(f"{wanted_by}: {e}; pip install {e.name}")

@@ -144,8 +144,7 @@ class GPT(nn.Module):
         """
         x (B, T, C), targets (B, T) -> logits (B, T, V), and the mean loss over targets but -1.
         With loss_chunks=N: no logits, and the loss in N pieces of the sequence, each computed again
-        in backward: 1 / N of the logits at a time. (F.linear_cross_entropy, in torch from 2.13 on,
-        breaks a compiled graph, and computes its gradients before float16's are scaled.)
+        in backward. (torch 2.13's F.linear_cross_entropy breaks a graph, and float16's scaling.)
         """
         if not self.loss_chunks:
             logits = self.lm_head(x)
@@ -161,9 +160,8 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     def initial_value(self, name, shape, seed):
-        """The whole starting value of parameter `name`: fp32, on the CPU, of (seed, name) alone.
-        Drawn whole even if a rank keeps a few rows of it, so that the model is the same at every
-        world size, strategy and device. DTensor's own random ops do not promise that."""
+        """The whole starting value of parameter `name`: fp32, on the CPU, of (seed, name) alone, so
+        that every world size, strategy and device has the same. DTensor's random ops may not."""
         module, kind = name.split(".")[-2:]
         if kind == "bias":
             return torch.zeros(shape)

@@ -5,9 +5,9 @@ What turns gradients into steps: AdamW, or Muon for the blocks' matrices; the le
     lr = learning_rate_at(step, cfg)
 
 Yours is a torch.optim.Optimizer. When sharded a parameter and its gradient are DTensors, of which a
-rank has some rows. All that checkpoints keep of it is self.state[p], which its first step makes
-whole: tensors of any shape under a name each, DTensors placed as p or plain ones that are the same
-on all ranks. Any other could not go on at another world size, and the first save refuses it.
+rank has some rows. Checkpoints keep self.state[p] and nothing else, which its first step makes
+whole: tensors of any shape, each under a name, DTensors placed as p or plain ones that are the same
+on all ranks. Others could not go on at another world size; the first save refuses them.
 """
 
 import math
@@ -23,13 +23,15 @@ from ranks import mean
 
 
 def make_optimizer(model, cfg):
-    """
-    AdamW over the trainable parameters: matrices and embeddings decay, vectors do not (nanoGPT's
-    two groups, in its order). With muon, the blocks' matrices are a group of their own before them.
-    Call it before any forward, which would leave gathered copies as the root's parameters.
-    """
+    """AdamW: matrices and embeddings decay, vectors do not (nanoGPT's groups, in its order). With
+    muon the blocks' matrices, or what the model's own `matrices` returns, are a group before them.
+    Call it before any forward, which would leave gathered copies as the root's parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    hidden = hidden_matrices(model, cfg)
+    hidden = {}
+    if cfg.optimizer == "muon":
+        every = [p for p in model.blocks.parameters() if p.dim() == 2]
+        every = model.matrices() if hasattr(model, "matrices") else every
+        hidden = dict.fromkeys(p for p in every if p.requires_grad)
     decayed = [p for p in trained if p.dim() >= 2 and p not in hidden]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay},
               {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
@@ -37,6 +39,18 @@ def make_optimizer(model, cfg):
     adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
                               fused=True)
     return Muon(hidden, adamw, cfg) if hidden else adamw
+
+
+def learning_rate_at(step, cfg):
+    """Linear warm-up to learning_rate, cosine to min_lr at lr_decay_iters, then min_lr."""
+    if not cfg.decay_lr:
+        return cfg.learning_rate
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    if step >= cfg.lr_decay_iters:
+        return cfg.min_lr
+    progress = (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters)
+    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.learning_rate - cfg.min_lr)
 
 
 def make_state(optimizer):
@@ -54,13 +68,12 @@ def require_gradients(model, batch, cfg, world):
     FSDP2 reduces those that have one: with others on another rank it would sum gradients of
     different parameters, or hang. So ask before the first backward, whose graph shows them."""
     with fsdp.autocast(cfg, world.device):  # not through DDP, which would reduce the next backward
-        todo, seen = [model(*batch)[1].grad_fn], {None}
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += [parent for parent, _ in node.next_functions]
-    leaves = {getattr(node, "variable", None) for node in seen}
+        nodes, seen = [model(*batch)[1].grad_fn], {None}
+    for node in nodes:  # which grow
+        parents = {parent for parent, _ in node.next_functions} - seen
+        nodes += parents
+        seen |= parents
+    leaves = {getattr(node, "variable", None) for node in nodes}
     reached = {name for name, p in model.named_parameters() if p in leaves}
     for prefix, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
@@ -68,47 +81,32 @@ def require_gradients(model, batch, cfg, world):
             reached |= {name for name, p in unit.named_parameters(prefix) if p in leaves}
             unit.reshard()
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    shares = mean(torch.tensor([float(name in reached) for name in trained]), world)
-    for name, share in zip(trained, shares.tolist()):
-        if share < 1:
-            raise SystemExit(
-                f"{name} gets a gradient on {share * world.size:.0f} of {world.size} ranks, and "
-                f"all must reduce the same ones: let model={cfg.model} add 0 * the output of what "
-                "it does not use, such as an expert without tokens; or --freeze what it never uses")
+    share, least = mean(torch.tensor([float(name in reached) for name in trained]), world).min(0)
+    if share < 1:
+        raise SystemExit(f"{trained[least]} gets a gradient on {share * world.size:.0f} of "
+                         f"{world.size} ranks: let model={cfg.model} add 0 * the output of an "
+                         "expert without tokens, or --freeze what it never uses")
 
 
 # ---------- Muon --------------------------------------------------------------
 
 
-def hidden_matrices(model, cfg):
-    """{parameter: None} of those that Muon updates: what trains and is 2-D inside the blocks, or
-    what the model's own `matrices` returns. 3-D parameters are stacks of matrices."""
-    if cfg.optimizer != "muon":
-        return {}
-    params = [p for p in model.blocks.parameters() if p.dim() == 2]
-    if hasattr(model, "matrices"):
-        params = model.matrices()
-    return dict.fromkeys(p for p in params if p.requires_grad)
-
-
 class Muon(torch.optim.Optimizer):
-    """
-    Muon (Jordan et al. 2024) for the matrices, `adamw` for its own groups. Muon's updates get the
-    size of AdamW's (0.2 a number: Liu et al. 2025), so one learning rate serves both.
+    """Muon (Jordan et al. 2024) for the matrices, `adamw` for its own groups. Muon's updates have
+    the size of AdamW's (0.2 a number: Liu et al. 2025), so one learning rate serves both.
 
     An update needs the whole matrix, and a rank keeps some rows of it and of its momentum. So each
     matrix has an owner: it is sent the rows, orthogonalizes once, and sends the rows back. That is
-    two all-to-alls a step for all matrices together, and the work is divided among all ranks.
-    """
+    two all-to-alls a step for all matrices together, and the work is divided among all ranks."""
 
     def __init__(self, matrices, adamw, cfg):
         group = dict(params=matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay,
                      momentum=cfg.momentum)
         super().__init__([group, *adamw.param_groups], {})
         adamw.state = self.state
-        self.adamw, self.dtype = adamw, DTYPES[cfg.dtype]
-        if cfg.dtype == "float16":  # its range is too small for gradients whose scale is gone
-            self.dtype = torch.float32
+        self.adamw = adamw
+        # not in float16: its range is too small for gradients whose scale is gone
+        self.dtype = torch.float32 if cfg.dtype == "float16" else DTYPES[cfg.dtype]
 
     @torch.no_grad()
     def step(self):
@@ -119,8 +117,7 @@ class Muon(torch.optim.Optimizer):
         mesh = getattr(trained[0], "device_mesh", None)
         device = mesh.device_type if mesh else trained[0].device  # for offloaded rows too
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        near = mesh.get_group("shard") if mesh else None
-        g = near.size() if mesh else 1  # neighbours share a copy of the model
+        g = mesh.size(-1) if mesh else 1  # neighbours share a copy of the model
         first = rank // g * g
 
         # this rank's rows, by owner; the last shards are padded to the size of the first
@@ -140,7 +137,8 @@ class Muon(torch.optim.Optimizer):
         mine = flat[sum(n[:first]):sum(n[:first + g])]
         if mesh:
             sent, mine = mine, mine.new_empty(g * n[rank])
-            dist.all_to_all_single(mine, sent, [n[rank]] * g, n[first:first + g], group=near)
+            dist.all_to_all_single(mine, sent, [n[rank]] * g, n[first:first + g],
+                                   group=mesh.get_group("shard"))
         mine = mine.view(g, n[rank])
         for p, m in zip(shares[rank], mine.split([size[p] for p in shares[rank]], dim=1)):
             m.copy_(orthogonalize(m.reshape(-1, *p.shape[1:])).reshape(m.shape))  # padding stays 0
@@ -171,32 +169,17 @@ def orthogonalize(m):
 
 def divide(matrices, world):
     """The matrices that each rank owns: the costliest first, to the rank with the least to do."""
-    shares, load = [[] for _ in range(world)], [0] * world
-    cost = {}  # of its products
-    for m in matrices:
+    def cost(m):  # of its products
         short, long = sorted(m.shape[-2:])
-        cost[m] = m.numel() // long * short * (2 * long + short)
-    for m in sorted(matrices, key=cost.get, reverse=True):
+        return m.numel() // long * short * (2 * long + short)
+
+    shares, load = [[] for _ in range(world)], [0] * world
+    for m in sorted(matrices, key=cost, reverse=True):
         rank = load.index(min(load))
         shares[rank].append(m)
-        load[rank] += cost[m]
+        load[rank] += cost(m)
     return shares
 
 
 def local(t):
     return t.to_local() if isinstance(t, DTensor) else t
-
-
-# ---------- learning rate -----------------------------------------------------
-
-
-def learning_rate_at(step, cfg):
-    """Linear warm-up to learning_rate, cosine to min_lr at lr_decay_iters, then min_lr."""
-    if not cfg.decay_lr:
-        return cfg.learning_rate
-    if step < cfg.warmup_iters:
-        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
-    if step >= cfg.lr_decay_iters:
-        return cfg.min_lr
-    progress = (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters)
-    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.learning_rate - cfg.min_lr)

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(hours=12)  # of waits for one rank's disk or network
-PARENT = os.getppid()  # torchrun, if this is a rank
-ORPHAN = "torchrun is gone; this run ends without saving"
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,9 @@ def setup(device, backend):
     env = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}
     if "RANK" not in env:
         return World(device=pick_device(device))
+    # without torchrun a rank ends at once (on Linux): a new run may have taken over. It is private,
+    # and PyTorch's own spawn uses it
+    getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", id)(signal.SIGKILL)
     rank, size, local_rank, local_size = (
         int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     device = pick_device(device, local_rank)
@@ -61,11 +62,6 @@ def setup(device, backend):
     return World(rank, size, device, local_size)
 
 
-def orphaned():
-    """Is torchrun gone? Its ranks then have another parent."""
-    return "RANK" in os.environ and os.getppid() != PARENT
-
-
 @functools.cache
 def patient_group():
     """The ranks as a group that waits for hours: while rank 0 writes a checkpoint, or downloads."""
@@ -82,8 +78,8 @@ def pick_device(name, local_rank=None):
     kind, _, index = name.partition(":")
     index = int(index or 0) if local_rank is None else local_rank
     if index >= count[kind]:
-        raise SystemExit(f"device={name}: this machine has {count[kind]} of that kind, and number "
-                         f"{index} was requested; use --device=cpu, or fewer processes a node")
+        raise SystemExit(f"device={name}: this machine has {count[kind]} of that kind; use "
+                         "--device=cpu, or fewer processes a node")
     if kind != "cuda":
         return torch.device(kind)
     torch.cuda.set_device(index)  # now, or every rank opens a context on GPU 0
@@ -122,8 +118,7 @@ def from_rank0(world, action):
 
 
 class StopSignal:
-    """SIGTERM, SIGINT and SIGHUP end the run on all ranks after the same step; a second one ends
-    this rank immediately."""
+    """SIGTERM, SIGINT, SIGHUP: all ranks stop after the same step. A second one ends at once."""
     number = 0  # the first signal that this process got
 
     def __init__(self, world):
@@ -140,20 +135,16 @@ class StopSignal:
             os.kill(os.getpid(), number)
 
     def requested(self):
-        """Has any rank got a signal? The same answer on all of them (collective). SystemExit if
-        torchrun is gone: a new run may have taken over, so this one must not write any more."""
-        flag = torch.tensor(2 if orphaned() else int(self.number > 0))
+        """Has any rank got a signal? The same answer on all of them (collective)."""
+        flag = torch.tensor(self.number)
         if self.world.size > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
-        if flag == 2:
-            raise SystemExit(ORPHAN)
         return bool(flag)
 
 
 def peer_left(e):
-    """Is this error of a connection that broke because another rank ended?"""
+    """Did a connection break because another rank ended? (An OSError is of a file or download.)"""
     words = ("by peer", "Broken pipe", "Connection refused", "remote process")
-    # an OSError that says so is of a file or a download
     return isinstance(e, RuntimeError) and any(word in str(e) for word in words)
 
 
@@ -174,8 +165,7 @@ def run(main, *args):
         first, left = str(e).partition("\n")[0], peer_left(e)
         words = ("can't allocate memory", "size calculation overflowed")  # RuntimeErrors of CPUs
         if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(w in str(e) for w in words):
-            code = (f"out of memory: {first}; lower batch_size, block_size or the model's sizes, "
-                    "or see what fits with python plan.py")
+            code = f"out of memory: {first}; lower batch_size or the model's sizes, see plan.py"
         elif left:
             code = f"another rank ended, or the network failed: {first}"
         wait = "RANK" in os.environ and isinstance(e, RuntimeError)  # maybe another rank's fault
@@ -183,7 +173,6 @@ def run(main, *args):
         if wait:  # if another rank says it, torchrun ends this one meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # StopSignal would only note it
             time.sleep(5)
-            code = ORPHAN if orphaned() else code
         if not (left and StopSignal.number):  # torchrun has asked this one to end too
             print(code, file=sys.stderr)
         code = 1

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
-from weakref import ref
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import float8
 import fsdp
-from configurator import DTYPES, SHARDED
+from configurator import DTYPES
 from optimizer import local, make_optimizer, make_state
 from train import meta_model, train_step
 
@@ -48,27 +48,23 @@ def rehearse(cfg, world):
     marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
     collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}
     """
-    # two micro-batches need the memory of any number; with `last` a first, one between and a last
-    # send different things
     micro_batches = cfg.gradient_accumulation_steps // world.size
-    rehearsed = min(micro_batches, 3 if cfg.strategy in SHARDED and cfg.grad_sync == "last" else 2)
+    rehearsed = min(micro_batches, 3)  # the first, the last, and one that stands for all between
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
     fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(world.device.type == "cuda")
-    dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
-    try:
-        with ExitStack() as stack:
-            for stand_in in stand_ins(fake, ledger, cfg, world):
-                stack.enter_context(stand_in)
-            world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
-            model = meta_model(cfg)
-            wrapped = fsdp.parallelize(model, cfg, world)
-            with fake, ledger:
-                timeline, marks = step(wrapped, model, cfg, world, ledger)
-    finally:
-        dist.destroy_process_group()
+    with ExitStack() as stack:
+        dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        for stand_in in stand_ins(fake, ledger, cfg, world):
+            stack.enter_context(stand_in)
+        world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
+        model = meta_model(cfg)
+        wrapped = fsdp.parallelize(model, cfg, world)
+        with fake, ledger:
+            timeline, marks = step(wrapped, model, cfg, world, ledger)
     collectives = Counter()
-    for i, calls in enumerate(reversed(ledger.collectives)):
-        for key, size in calls.items():  # the last but one stands for those that were left out
+    for i, calls in enumerate(ledger.collectives):
+        for key, size in calls.items():
             collectives[key] += size * (1 + micro_batches - rehearsed if i == 1 else 1)
     return timeline, marks, collectives
 
@@ -87,10 +83,9 @@ def step(wrapped, model, cfg, world, ledger):
 
     label("parameters", float8.plain)
     optimizer = make_optimizer(model, cfg)
-    make_state(optimizer)
-    label("optimizer", lambda p: optimizer.state.get(p))
-    for t in tree_leaves(list(optimizer.state.values())):
-        ledger.entry(local(t).untyped_storage()).pinned = False  # no GPU copies the moments
+    with patch.object(ledger, "pins", False):  # no GPU copies the moments
+        make_state(optimizer)
+    label("optimizer", optimizer.state.get)
     float8.scale_each_step(model, optimizer, cfg)
     label("gradients", lambda p: p.grad)  # DDP's buckets
 
@@ -132,7 +127,7 @@ class Ledger(TorchDispatchMode):
         """pins: is host memory pinned, where a GPU's copies begin or end?"""
         super().__init__()
         self.pins = pins
-        self.entries, self.changes, self.marks = {}, [], []
+        self.entries, self.changes, self.marks = WeakKeyDictionary(), [], []
         self.collectives = []  # of each micro-batch
 
     def mark(self, where):
@@ -140,35 +135,26 @@ class Ledger(TorchDispatchMode):
         if where == "forward":
             self.collectives.append(Counter())
 
-    def entry(self, storage):
-        """The entry of a storage; its size is written down where that is new."""
-        key, size = id(storage), storage.nbytes()
-        if key not in self.entries:
-            def freed(_):
-                entry = self.entries.pop(key)
-                self.changes.append((entry, -entry.size))
-            self.entries[key] = SimpleNamespace(
-                size=0, kind="activations", pinned=self.pins, ref=ref(storage, freed))
-        entry = self.entries[key]
-        if size != entry.size:
-            self.changes.append((entry, size - entry.size))
-            entry.size = size
-        return entry
+    def note(self, storage, kind="activations"):
+        """Write down the size of a storage, and what it is: the name that comes first in KINDS of
+        those that it had. Returns that name."""
+        if storage not in self.entries:
+            entry = SimpleNamespace(size=0, kind=kind, pinned=self.pins)
+            finalize(storage, lambda: self.changes.append((entry, -entry.size)))
+            self.entries[storage] = entry
+        entry = self.entries[storage]
+        if storage.nbytes() != entry.size:
+            self.changes.append((entry, storage.nbytes() - entry.size))
+            entry.size = storage.nbytes()
+        entry.kind = min(entry.kind, kind, key=KINDS.index)
+        return entry.kind
 
     def label(self, kind, tensors):
-        """Say what the tensors of a pytree are; returns it."""
+        """Note what the tensors of a pytree are; returns it."""
         for t in tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
-                self.call(kind, local(t).untyped_storage())
+                self.note(local(t).untyped_storage(), kind)
         return tensors
-
-    def call(self, kind, storage):
-        """Say what a storage is; of two names the one that comes first in KINDS stays."""
-        entry = self.entry(storage)
-        entry.kind = min(entry.kind, kind, key=KINDS.index)
-
-    def is_a(self, kind, t):
-        return self.entry(t.untyped_storage()).kind == kind
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if DTensor in types:
@@ -179,7 +165,7 @@ class Ledger(TorchDispatchMode):
         name = str(op).removesuffix(".default")
         if name in self.TELLING:
             self.label(self.TELLING[name], (args, kwargs))
-        elif name == "aten._to_copy" and self.is_a("parameters", args[0]):
+        elif name == "aten._to_copy" and self.note(args[0].untyped_storage()) == "parameters":
             self.label("gathered", out)  # parameters in the compute type
         if name in self.COLLECTIVES and self.collectives:
             kind, buffer, group = self.COLLECTIVES[name]
@@ -205,7 +191,7 @@ def stand_ins(fake, ledger, cfg, world):
 
     def listed_resize(storage, size):  # FSDP's way to allocate and free what it gathers
         resize(storage, size)
-        ledger.call("gathered", storage)
+        ledger.note(storage, "gathered")
 
     def fake_to_empty(module, **kwargs):
         with fake:  # no sooner: cutting fake tensors into 1,024 shards takes half a minute
@@ -215,11 +201,8 @@ def stand_ins(fake, ledger, cfg, world):
         if "non_blocking" not in kwargs:
             return to(t, *args, **kwargs)
         copy = t.clone()  # PyTorch would spare it: all is on one CPU here
-        return copy if ledger.is_a("host", t) else ledger.label("host", copy)
-
-    def save_on_cpu(**_):  # activation_offload's
-        hooks = torch.autograd.graph.saved_tensors_hooks
-        return hooks(lambda t: ledger.label("host", t.clone()), torch.clone)
+        from_host = ledger.note(t.untyped_storage()) == "host"
+        return copy if from_host else ledger.label("host", copy)
 
     def reduced_one_by_one(model, **_):  # DDP's reducer is C++ and wants real memory
         copies = []  # in another reduce_dtype; NCCL keeps them until all is reduced
@@ -246,7 +229,7 @@ def stand_ins(fake, ledger, cfg, world):
     yield patch.object(torch.UntypedStorage, "resize_", listed_resize)
     yield patch.object(nn.Module, "to_empty", fake_to_empty)
     yield patch.object(torch.Tensor, "to", between_memories)
-    yield patch.object(torch.autograd.graph, "save_on_cpu", save_on_cpu)
+    yield patch.object(torch.Tensor, "cpu", lambda t: ledger.label("host", t.clone()))
     yield patch.object(fsdp, "DistributedDataParallel", reduced_one_by_one)
     # in place, it allocates nothing; but for fake DTensors PyTorch runs it on copies of all of them
     yield patch.object(torch, "_fused_adamw_", lambda *args, **kwargs: None)

@@ -9,7 +9,6 @@ Sample text from a trained model.
 
 import inspect
 import math
-import os
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -21,17 +20,15 @@ import fsdp
 from checkpoint import load
 from configurator import load_config, resolve, with_model
 from data.loader import data_dir, read_meta
-from data.tokenizer import TOKENIZER, tokenizer
+from data.tokenizer import tokenizer
 from ranks import World, pick_device, run
 from train import meta_model, open_start
 
 
 class KVCache:
     """The keys and values that one block has computed, (B, nh, length, hs); for generation only."""
-
-    def __init__(self):
-        self.k = self.v = None
-        self.length = 0
+    k = v = None
+    length = 0
 
     def extend(self, k, v):
         if self.length:
@@ -46,32 +43,28 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size
     """
     Continue idx (B, T) by sampled tokens; returns (B, T + max_new_tokens).
 
-    temperature 0 takes the likeliest token. vocab_size: the tokenizer's real size, so that the rows
-    that pad the vocabulary are never drawn. A full context restarts from its last half: positions
-    are absolute, so a sliding window would invalidate the cache at every token. This way the cost
-    stays linear in length, and the text does not depend on use_cache.
+    vocab_size: the tokenizer's real size, so that the rows that pad the vocabulary are never drawn.
+    A full context restarts from its last half: positions are absolute, so a window that slides
+    would invalidate the cache at every token. The text does not depend on use_cache.
     Under FSDP every rank must call it, with the same idx and seed: each forward gathers weights.
     """
     limit = model.config.block_size
     use_cache = use_cache and "cache" in inspect.signature(model.forward).parameters
-    context, cache = idx[:, -limit:], None
+    start, options = max(0, idx.size(1) - limit), {}
     for _ in range(max_new_tokens):
-        if context.size(1) > limit:
-            context, cache = context[:, -max(1, limit // 2):], None
-        new = context
-        if use_cache and cache is None:
-            cache = [KVCache() for _ in model.blocks]
-        elif use_cache:
-            new = context[:, -1:]
-        logits, _ = model(new, cache=cache) if use_cache else model(new)
+        if idx.size(1) - start > limit:
+            start, options = idx.size(1) - max(1, limit // 2), {}
+        new = idx[:, -1:] if options else idx[:, start:]
+        if use_cache and not options:
+            options = dict(cache=[KVCache() for _ in model.blocks])
+        logits, _ = model(new, **options)
         token = draw(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
-        context = torch.cat((context, token), dim=1)
     return idx
 
 
 def draw(logits, temperature, top_k, generator):
-    """One token (B, 1) from logits (B, V)."""
+    """One token (B, 1) from logits (B, V); temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k:
@@ -87,7 +80,7 @@ def arguments(argv):
     add = parser.add_argument
     add("--init_from", default="resume", help="resume, or a Hugging Face model's name or directory")
     add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
-    add("--start", default="\n", help="the prompt; FILE:path reads a file, - standard input")
+    add("--start", type=prompt, default="\n", help="the text; FILE:path is a file's, - stdin's")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
     add("--max_new_tokens", type=int, default=500, help="tokens a sample (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)")
@@ -103,13 +96,11 @@ def arguments(argv):
     return args
 
 
-def read_prompt(start):
-    if start == "-":
-        return sys.stdin.read()
-    if not start.startswith("FILE:"):
+def prompt(start):
+    if start != "-" and not start.startswith("FILE:"):
         return start
     try:
-        with open(start[5:], encoding="utf-8") as f:
+        with open(0 if start == "-" else start[5:], encoding="utf-8") as f:
             return f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise SystemExit(f"--start={start}: {e}")
@@ -117,9 +108,8 @@ def read_prompt(start):
 
 def main(argv):
     args = arguments(argv)
-    keys = dict(init_from=args.init_from, out_dir=args.out_dir, device=args.device,
-                dtype=args.dtype, strategy="single", compile=False, gradient_accumulation_steps=1)
-    cfg = load_config([f"--{key}={value}" for key, value in keys.items()])
+    keys = ("init_from", "out_dir", "device", "dtype")
+    cfg = load_config(["--compile=False", *(f"--{key}={getattr(args, key)}" for key in keys)])
     world = World(device=pick_device(cfg.device))
     source = open_start(cfg, world)
     if source is None:
@@ -133,15 +123,9 @@ def main(argv):
 
     dataset = source.header["config"].get("dataset")
     directory = data_dir(dataset) if dataset else source.path  # Hugging Face's has a tokenizer too
-    meta = source.header.get("meta") or read_meta(directory)
-    file = os.path.join(directory, TOKENIZER)
-    known = "chars" in meta or "tokenizer" in meta or os.path.exists(file)
-    if not known and cfg.vocab_size not in (50257, 50304):  # GPT-2's, as it is and padded
-        raise SystemExit(f"{source.path} does not say which tokenizer it was trained with, nor "
-                         f"does {directory}; put the data's meta.json or tokenizer.json there")
+    meta = source.header.get("meta") or read_meta(directory) or {"vocab_size": cfg.vocab_size}
     encode, decode, vocab_size = tokenizer(meta, directory)
-    prompt = encode(read_prompt(args.start)) or encode("\n")
-    x = torch.tensor([prompt], device=world.device)
+    x = torch.tensor([encode(args.start) or encode("\n")], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)
     t0 = time.time()
     # H100s prefer cuDNN's attention, which makes a plan for each length of the cache
@@ -150,8 +134,7 @@ def main(argv):
         for _ in range(args.num_samples):
             y = generate(model, x, args.max_new_tokens, args.temperature, args.top_k, vocab_size,
                          generator)
-            print(decode(y[0].tolist()))
-            print("---------------")
+            print(decode(y[0].tolist()), "---------------", sep="\n")
     rate = args.num_samples * args.max_new_tokens / (time.time() - t0)
     print(f"{rate:,.0f} tokens/s", file=sys.stderr)
 

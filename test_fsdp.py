@@ -151,12 +151,14 @@ FACTORS = dict(
 
 
 def allowed(keys):
-    by_size, recomputed = keys["wrap_min_params"], keys["activation_checkpointing"] != "none"
+    by_size, mode = keys["wrap_min_params"], keys["activation_checkpointing"]
     if keys["strategy"] == "ddp" and (keys["cpu_offload"] or by_size or keys["prefetch_blocks"]):
         return False
-    if by_size and recomputed and keys["prefetch_blocks"]:
+    if by_size and mode == "selective":
         return False
-    return not keys["activation_offload"] or keys["activation_checkpointing"] == "full"
+    if by_size and keys["prefetch_blocks"] and (mode == "full" or keys["loss_chunks"]):
+        return False
+    return not keys["activation_offload"] or mode == "full"
 
 
 def pairwise():
@@ -553,8 +555,7 @@ def test_mechanisms_blocks_are_compiled_prefetched_and_offloaded(ranks, strategy
 # precision, evaluation, clipping, units, generation
 
 
-@case((2, "fp16-ddp", DDP), (2, "fp16-full_shard", ZERO3),
-      (2, "fp16-shard_grad_op", dict(**ZERO2, cpu_offload=0.5)))
+@case(*((2, f"fp16-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
 def case_overflow(tmp, **overrides):
     """float16: an overflow on one rank only."""
     run = built(tmp, dtype="float16", **overrides)

@@ -30,8 +30,6 @@ from model import derive_seed
 from optimizer import learning_rate_at, make_optimizer, require_gradients
 from ranks import StopSignal, from_rank0, mean, print0, run, setup
 
-# ---------- build -------------------------------------------------------------
-
 
 def meta_model(cfg):
     """The config's model on the meta device: names, shapes, what trains; no memory, no values."""
@@ -74,20 +72,19 @@ def open_start(cfg, world):
 def choose_start(cfg, world):
     """(cfg, source, resumed): cfg has the model's sizes; does the run go on where source ended?"""
     source = open_start(cfg, world)
-    if source is None and cfg.init_from == "resume":
-        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, "
-                         "or auto to resume only if there is one")
     if source is None:
+        if cfg.init_from == "resume":
+            raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use "
+                             "scratch, or auto to resume only if there is one")
         return with_vocabulary(cfg), None, False
-    resumed = cfg.init_from in ("resume", "auto")
     theirs = with_model(cfg, source)  # or a line that says what is wrong there
+    resumed = cfg.init_from in ("resume", "auto")
     if resumed:
         cfg = with_vocabulary(cfg, source)
     for line in checkpoint.compare(source, cfg, resumed):
         print0(world, line)
-    if not resumed:
-        shorter = min(cfg.block_size, theirs.block_size)  # which saves memory
-        cfg = replace(theirs, block_size=shorter)
+    if not resumed:  # a shorter context saves memory
+        cfg = replace(theirs, block_size=min(cfg.block_size, theirs.block_size))
     return cfg, source, resumed
 
 
@@ -96,9 +93,6 @@ def with_vocabulary(cfg, source=None):
     theirs = source.header["model_args"].get("vocab_size", 0) if source else 0
     meta = read_meta(data_dir(cfg.dataset))
     return replace(cfg, vocab_size=max(meta.get("vocab_size", theirs or cfg.vocab_size), theirs))
-
-
-# ---------- one step ----------------------------------------------------------
 
 
 def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
@@ -151,13 +145,9 @@ def evaluate(wrapped, batches, cfg, world, stop):
 def require_finite(value, what, step, cfg):
     """All ranks see the same value, so all stop together; no checkpoint is written."""
     if not math.isfinite(value):
-        raise SystemExit(
-            f"{what} is {value} at step {step}: try a lower learning_rate (now "
-            f"{cfg.learning_rate}), more warmup_iters, grad_clip=1.0, or dtype=bfloat16 or float32 "
-            f"(now {cfg.dtype}); the last checkpoint in {cfg.out_dir} is untouched")
-
-
-# ---------- the run -----------------------------------------------------------
+        raise SystemExit(f"{what} is {value} at step {step}: lower learning_rate (now "
+                         f"{cfg.learning_rate}), or try dtype=float32 (now {cfg.dtype}); the last "
+                         f"checkpoint in {cfg.out_dir} is untouched")
 
 
 def train(cfg):

@@ -31,11 +31,10 @@ class Batches:
     """This rank's micro-batches. A step's samples are the same, in order, for any world size."""
 
     def __init__(self, cfg, world):
-        self.cfg, self.world, self.files = cfg, world, {}
-        directory = data_dir(cfg.dataset)
+        self.cfg, self.world = cfg, world
         np.empty((cfg.batch_size, cfg.block_size))  # too large? say it before an hour of counting
-        for split in ("train", "val"):
-            self.files[split] = TokenFiles(directory, split, cfg.block_size, cfg.vocab_size)
+        self.files = {split: TokenFiles(data_dir(cfg.dataset), split, cfg.block_size,
+                                        cfg.vocab_size) for split in ("train", "val")}
 
     def train(self, step, micro):
         """Inputs and targets of one micro-batch: (batch_size, block_size) each, int64."""
@@ -73,32 +72,20 @@ class TokenFiles:
         paths = sorted(glob.glob(os.path.join(glob.escape(directory), f"*_{split}_*.bin")))
         paths = paths or [os.path.join(directory, f"{split}.bin")]
         if not os.path.exists(paths[0]):
-            names = sorted(map(os.path.dirname, glob.glob("*/prepare.py", root_dir=HERE)))
-            remedy = f"use a directory that has it, or one of {', '.join(names)}"
-            if os.path.relpath(directory, HERE) in names:
-                script = os.path.relpath(os.path.join(directory, "prepare.py"))
-                remedy = f"prepare the data first: python {script}"
-            raise SystemExit(f"{paths[0]} is missing; {remedy}")
+            own = os.path.exists(os.path.join(directory, "prepare.py"))
+            made = os.path.relpath(os.path.join(directory if own else HERE, "prepare.py"))
+            raise SystemExit(f"{paths[0]} is missing; run python {made}, or pass another --dataset")
         self.files = [open_tokens(path) for path in paths]
         # the last target lies beyond the last input: n windows take n * block_size + 1 tokens
         windows = [max(0, len(tokens) - 1) // block_size for tokens in self.files]
         self.starts = np.cumsum([0] + windows)
         if len(self) < 1:
-            longest = max(map(len, self.files))
-            remedy = f"use --block_size={longest - 1}" if longest > 1 else "prepare more text"
-            raise SystemExit(f"{paths[0]}: {longest} tokens, needs at least {block_size + 1}; "
-                             f"{remedy}")
-        for path, tokens in zip(paths, self.files):
-            self.check(tokens[:1 << 26], path)  # a wrong tokenizer shows at once
+            raise SystemExit(f"{paths[0]}: {max(map(len, self.files))} tokens, and block_size="
+                             f"{block_size} needs {block_size + 1}; prepare more text")
+        self.batch(eval_order(len(self), 100))  # a wrong tokenizer shows at once
 
     def __len__(self):
         return int(self.starts[-1])
-
-    def check(self, tokens, where):
-        largest = int(tokens.max(initial=0))
-        if largest >= self.vocab_size:
-            raise SystemExit(f"{where}: token {largest} is beyond vocab_size={self.vocab_size}; "
-                             "prepare the data with this model's tokenizer, or correct meta.json")
 
     def batch(self, windows):
         """Inputs and targets of these window numbers: (len(windows), block_size) each, int64."""
@@ -108,7 +95,10 @@ class TokenFiles:
             file = int(np.searchsorted(self.starts, window, side="right")) - 1
             start = (int(window) - int(self.starts[file])) * T
             row[:] = self.files[file][start:start + T + 1]
-            self.check(row, f"window {window} of the data")
+            if row.max() >= self.vocab_size:
+                raise SystemExit(f"{self.files[file].filename}: token {row.max()} is beyond vocab_"
+                                 f"size={self.vocab_size}; prepare the data with this model's "
+                                 "tokenizer, or correct meta.json")
         out = torch.from_numpy(out)
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()
 
@@ -120,8 +110,8 @@ def open_tokens(path):
     except OSError as e:
         raise SystemExit(f"{path}: {e.strerror}; it must be a file of tokens")
     dtype, offset, n = np.dtype(np.uint16), 0, size // 2
-    if len(head) == 3 and int(head[0]) in DTYPE_OF_MAGIC:
-        dtype, offset, n = DTYPE_OF_MAGIC[int(head[0])], HEADER_BYTES, int(head[2])
+    if len(head) == 3 and head[0] in DTYPE_OF_MAGIC:
+        dtype, offset, n = DTYPE_OF_MAGIC[head[0]], HEADER_BYTES, int(head[2])
     if size != offset + n * dtype.itemsize:
         raise SystemExit(f"{path}: {size} bytes, not {offset} and a whole number of "
                          f"{dtype.itemsize}-byte tokens ({n}); it is damaged, prepare it again")
@@ -140,7 +130,7 @@ def permute(i, n, key):
     # a Feistel network permutes the next power of 4; walking on until below n stays within n
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    rounds = np.random.SeedSequence([abs(k) for k in key]).generate_state(4)
+    rounds = np.random.SeedSequence(key).generate_state(4)
     while True:
         left, right = i >> half, i & mask
         # each round is invertible, whatever the mixing: this is what makes it a permutation
@@ -155,7 +145,7 @@ def permute(i, n, key):
 
 def eval_order(n, count):
     """The fixed windows of an evaluation: count spread evenly over n, or all if there are fewer."""
-    return np.arange(n) if count >= n else np.arange(count) * n // count
+    return np.arange(min(n, count)) * n // min(n, count)
 
 
 def data_dir(dataset):
@@ -183,8 +173,7 @@ def read_meta(directory):
         if type(vocab_size) is not int or not 1 <= vocab_size < 2**24:  # the largest has a million
             raise ValueError(f"vocab_size is {vocab_size!r}")
         if "itos" in meta:
-            chars = [meta["itos"][i] for i in range(meta["vocab_size"])]
-            meta = {"vocab_size": vocab_size, "chars": chars}
+            meta = dict(vocab_size=vocab_size, chars=[meta["itos"][i] for i in range(vocab_size)])
         return meta
     except Exception as e:
         raise SystemExit(f"{path}: not readable ({type(e).__name__}: {e}); prepare the data again")

@@ -10,9 +10,9 @@ A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row 
 are streamed through all cores, so memory stays flat, and each ends with an end-of-text token.
 Vocabularies above 65,535 make files of uint32 with llm.c's header, others of uint16 without one.
 
-A hash of its text decides whether a document goes to val.bin: it always lands in the same split,
-whatever the order, the limit or the number of workers. If that leaves a split with fewer than
-10,000 tokens, the text is cut in two instead, and val.bin is the last tenth of its tokens.
+A hash of its text decides whether a document goes to val.bin, whatever the order, the limit or the
+number of workers. If that leaves a split with fewer than 10,000 tokens, the text is cut in two
+instead, and val.bin is the last tenth of its tokens.
 """
 
 import glob
@@ -24,34 +24,34 @@ import shutil
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data.loader import HEADER_BYTES, HERE, UINT32  # noqa: E402
-from data.tokenizer import TOKENIZER, encoder, tokenizer_file  # noqa: E402
+from data.tokenizer import TOKENIZER, encoder  # noqa: E402
 
 KINDS = {".txt": None, ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def documents(sources, subset, split, template):
+def documents(sources, template, **hub):
     """Yield the documents of local files or hub data sets; SystemExit (one line) if one is bad."""
     for source in sources:
         matches = [] if os.path.exists(source) else sorted(glob.glob(source))
         for path in matches or [source]:
             try:
-                texts = (fill(template, row, path) for row in rows(path, subset, split))
-                yield from filter(None, texts)
-            except UnicodeDecodeError as e:
-                raise SystemExit(f"{path}: not UTF-8 ({e.reason}); try iconv -f latin1 -t utf-8")
+                for row in rows(path, hub):
+                    yield re.sub(r"{([^{}]+)}", partial(cell, row, path), template)
             except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
                 reason = " ".join(str(e).split())[:300]
-                raise SystemExit(f"{path}: {type(e).__name__}: {reason}; check the file, or, for "
-                                 "a hub data set, check the name and the network")
+                raise SystemExit(f"{path}: {type(e).__name__}: {reason}; a file must be whole, and "
+                                 "UTF-8; for a hub data set check the name and the network")
 
 
-def rows(source, subset, split):
+def rows(source, hub):
     """The rows of one file or hub data set, {column: value} each, streamed unless .txt."""
     kind = os.path.splitext(source)[1].lower()
     local = os.path.exists(source)
@@ -64,23 +64,18 @@ def rows(source, subset, split):
             return [{"text": f.read()}]
     import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # documents() prints the error
-    files = None
     if local:
-        source, files, subset, split = KINDS[kind], [glob.escape(source)], None, "train"
-    return datasets.load_dataset(source, subset, data_files=files, split=split, streaming=True)
+        source, hub = KINDS[kind], dict(data_files=[glob.escape(source)], split="train")
+    return datasets.load_dataset(source, **hub, streaming=True)
 
 
-def fill(template, row, where):
-    """template with each {column} replaced by its value in row."""
-    def value(match):
-        name = match[1]
-        if name not in row:
-            raise SystemExit(f"{where}: no column {name}; it has {', '.join(row)}; pass --column")
-        if not isinstance(row[name], (str, int, float, type(None))):
-            raise SystemExit(f"{where}: column {name} holds a {type(row[name]).__name__}, not "
-                             "text; pass another --column or a --template")
-        return "" if row[name] is None else str(row[name])
-    return re.sub(r"{([^{}]+)}", value, template)
+def cell(row, where, match):
+    """The text in the column that match[1] names; none for null."""
+    value = row.get(match[1], [])
+    if not isinstance(value, (str, int, float, type(None))):
+        raise SystemExit(f"{where}: no text in column {match[1]}; pass --column or --template for "
+                         f"one of {', '.join(row)}")
+    return "" if value is None else str(value)
 
 
 def chunks(docs):
@@ -96,27 +91,28 @@ def chunks(docs):
     yield chunk
 
 
-def encode(chunk, tokenizer, val_fraction):
-    """(tokens of train, tokens of val); runs in a worker."""
-    document, vocab_size = encoder(tokenizer)
-    dtype = np.uint16 if vocab_size <= 65535 else np.uint32
-    parts = ([np.zeros(0, dtype)], [np.zeros(0, dtype)])
+def encode(chunk, dtype, tokenizer, val_fraction):
+    """The tokens of train and those of val, as bytes; runs in a worker."""
+    ids, end, _, _ = encoder(tokenizer)
+    parts = bytearray(), bytearray()
     for text in chunk:
+        tokens = np.array(ids(text), dtype)
+        if tokens[-1:].tolist() != [end]:  # some tokenizers put it there themselves
+            tokens = np.append(tokens, dtype.type(end))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        parts[digest < val_fraction * 2**64].append(np.array(document(text), dtype))
-    return [np.concatenate(part) for part in parts]
+        parts[digest < val_fraction * 2**64].extend(tokens.tobytes())
+    return parts
 
 
-def tokenized(docs, tokenizer, val_fraction, workers):
-    """Yield encode(chunk), in the order of docs: the files do not depend on the workers."""
-    with ProcessPoolExecutor(workers) as pool:
-        pending = []
-        for chunk in chunks(docs):
-            pending.append(pool.submit(encode, chunk, tokenizer, val_fraction))
-            if len(pending) == 4 * workers:  # bounded: memory stays flat
-                yield pending.pop(0).result()
-        for future in pending:
-            yield future.result()
+def tokenize(docs, files, workers, dtype, *options):
+    """Append the tokens of docs to train's and val's files, in order, whatever the workers."""
+    with ProcessPoolExecutor(workers) as pool, tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
+        futures = (pool.submit(encode, chunk, dtype, *options) for chunk in chunks(docs))
+        pending = list(islice(futures, 4 * workers))  # bounded: memory stays flat
+        while pending:
+            for file, tokens in zip(files, pending.pop(0).result()):
+                bar.update(file.write(tokens) // dtype.itemsize)
+            pending += islice(futures, 1)
 
 
 def hold_out_end(train, val, fraction, offset, width):
@@ -133,22 +129,16 @@ def hold_out_end(train, val, fraction, offset, width):
 def write(docs, out, tokenizer, fractions, workers):
     """Tokenize docs into train.bin, val.bin and meta.json in out; SystemExit if one stays empty.
     fractions: val.bin's of the documents, and of the tokens where those are few."""
-    from tqdm import tqdm
-    _, vocab_size = encoder(tokenizer)  # here first: what is wrong is one line, not one a worker
+    *_, vocab_size, own = encoder(tokenizer)  # here first: a mistake is one line, not one a worker
     offset, width = (0, 2) if vocab_size <= 65535 else (HEADER_BYTES, 4)
-    kind = tokenizer if tokenizer in ("gpt2", "bytes") else TOKENIZER
     tmp, how = os.path.join(out, "prepare.tmp"), ""
     shutil.rmtree(tmp, ignore_errors=True)  # a killed run's
     try:
         os.makedirs(tmp)
         with open(f"{tmp}/train.bin", "w+b") as train, open(f"{tmp}/val.bin", "w+b") as val:
-            for file in (train, val):
-                file.write(bytes(offset))
-            with tqdm(unit=" tokens", unit_scale=True, delay=1) as bar:
-                for parts in tokenized(docs, tokenizer, fractions[0], workers):
-                    for file, tokens in zip((train, val), parts):
-                        file.write(tokens)
-                        bar.update(len(tokens))
+            train.write(bytes(offset))
+            val.write(bytes(offset))
+            tokenize(docs, (train, val), workers, np.dtype(f"u{width}"), tokenizer, fractions[0])
             if min(train.tell(), val.tell()) < offset + width * 10_000:  # too few to say much
                 hold_out_end(train, val, fractions[1], offset, width)
                 how = f", the last {100 * fractions[1]:g}% of the text"
@@ -162,9 +152,9 @@ def write(docs, out, tokenizer, fractions, workers):
                     file.seek(0)
                     file.write(np.array([UINT32, 7, count], np.int32))
         with open(f"{tmp}/meta.json", "w") as f:
-            json.dump({"vocab_size": vocab_size, "tokenizer": kind}, f)
-        if kind == TOKENIZER:  # a copy, so that the directory is whole wherever it goes
-            shutil.copyfile(tokenizer_file(tokenizer), f"{tmp}/{TOKENIZER}")
+            json.dump({"vocab_size": vocab_size, "tokenizer": TOKENIZER if own else tokenizer}, f)
+        if own:  # a copy, so that the directory is whole wherever it goes
+            shutil.copyfile(own, f"{tmp}/{TOKENIZER}")
         for name in os.listdir(tmp):
             os.replace(f"{tmp}/{name}", f"{out}/{name}")
     except OSError as e:
@@ -181,8 +171,7 @@ def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
     option = parser.add_argument
     if name is None:
         option("name", help="files go to data/<name>/")
-    option("source", nargs="*" if source else "+", default=[source],
-           help=f"local files ({', '.join(KINDS)}), or a hub data set")
+    option("source", nargs="*" if source else "+", default=[source], help="files, or hub data sets")
     option("--subset", help="configuration of a hub data set")
     option("--split", default="train", help="split of a hub data set (default: train)")
     option("--column", default="text", help="column that holds the text (default: text)")
@@ -200,7 +189,8 @@ def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
     if not 0 < fractions[0] < 1 or min(args.workers, args.limit) < 1:
         raise SystemExit("--val_fraction must be between 0 and 1, --workers and --limit at least 1")
     template = (args.template or f"{{{args.column}}}").replace(r"\n", "\n")
-    docs = islice(documents(args.source, args.subset, args.split, template), args.limit)
+    docs = documents(args.source, template, name=args.subset, split=args.split)
+    docs = islice(filter(None, docs), args.limit)
     out = args.out or os.path.join(HERE, name or args.name)
     write(docs, out, args.tokenizer, fractions, args.workers)
 

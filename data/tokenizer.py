@@ -2,7 +2,7 @@
 Tokenizers: text to token ids and back.
 
     encode, decode, n = tokenizer(meta, directory)     # as meta.json in the data's directory says
-    document, vocab_size = encoder("HuggingFaceTB/SmolLM2-135M")    # for prepare.py: text -> ids
+    encode, end, n, file = encoder("HuggingFaceTB/SmolLM2-135M")    # for prepare.py
 
 GPT-2's is tiktoken's; bytes and characters need no library. Any other is a tokenizer.json of the
 `tokenizers` library, which prepare.py copies beside the tokens, so that the directory can move.
@@ -11,6 +11,7 @@ GPT-2's is tiktoken's; bytes and characters need no library. Any other is a toke
 import json
 import os
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -23,12 +24,11 @@ def tokenizer(meta, directory=""):
     """(encode: str -> [id], decode: [id] -> str, number of real tokens) for read_meta's answer."""
     if "chars" in meta:
         chars = meta["chars"]
-        ids = {c: i for i, c in enumerate(chars)}
         def encode(text):
-            new = "".join(sorted(set(text) - set(ids)))
+            new = "".join(sorted(set(text) - set(chars)))
             if new:
                 raise SystemExit(f"the prompt has characters this model has never seen: {new!r}")
-            return [ids[c] for c in text]
+            return [chars.index(c) for c in text]
         return encode, lambda tokens: "".join(chars[t] for t in tokens), len(chars)
     file = os.path.join(directory, TOKENIZER)
     kind = meta.get("tokenizer", TOKENIZER if os.path.exists(file) else "gpt2")
@@ -39,49 +39,40 @@ def tokenizer(meta, directory=""):
     if kind == TOKENIZER:
         hf, size = open_tokenizer(file)
         return lambda text: hf.encode(text).ids, hf.decode, size
+    if "tokenizer" not in meta and meta["vocab_size"] not in (50257, 50304):  # GPT-2's, and padded
+        raise SystemExit(f"{directory}: no tokenizer is known for vocab_size={meta['vocab_size']}; "
+                         "put the data's meta.json or tokenizer.json there")
     bpe = gpt2_bpe()
     return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
 
 
 @cache  # a worker of prepare.py asks for each chunk
 def encoder(name):
-    """(document: str -> ids, vocab_size): gpt2, bytes, a tokenizer.json, a directory or a hub name.
-    The ids begin as the tokenizer begins a text (Llama's with <s>), as in a prompt, and end with
-    its end of text."""
+    """(encode: str -> ids, end of text, vocab_size, file or None) of gpt2, bytes, a tokenizer.json,
+    a directory or a hub name. A text begins as the tokenizer begins it, Llama's with <s>."""
     if name == "bytes":
-        return lambda text: np.append(np.frombuffer(text.encode(), np.uint8), np.uint16(256)), 257
+        return lambda text: np.frombuffer(text.encode(), np.uint8), 256, 257, None
     if name == "gpt2":
         bpe = gpt2_bpe()
-        return lambda text: [*bpe.encode_ordinary(text), bpe.eot_token], 50304
-    file = tokenizer_file(name)
+        return bpe.encode_ordinary, bpe.eot_token, 50304, None
+    file = name
+    if not os.path.isfile(name):
+        file = os.path.join(local_copy("tokenizer", name, "tokenizer*.json"), TOKENIZER)
     hf, size = open_tokenizer(file)
-    end = end_of_text(hf, file)
-
-    def document(text):
-        ids = hf.encode(text).ids
-        return ids if ids[-1:] == [end] else [*ids, end]  # some put it there themselves
-
-    return document, size
+    return lambda text: hf.encode(text).ids, end_of_text(hf, file), size, file
 
 
 def end_of_text(hf, file):
     """The id that ends a document: tokenizer_config.json's eos_token, else a usual name's."""
-    names, path = ENDS, os.path.join(os.path.dirname(file), "tokenizer_config.json")
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            eos = json.load(f).get("eos_token")
-        names = (eos["content"] if isinstance(eos, dict) else eos, *ENDS)
-    for name in filter(None, names):
-        if hf.token_to_id(name) is not None:
-            return hf.token_to_id(name)
+    config, ids, eos = Path(file).with_name("tokenizer_config.json"), hf.get_vocab(), None
+    if config.exists():
+        eos = json.loads(config.read_text("utf-8")).get("eos_token")
+    if isinstance(eos, dict):
+        eos = eos["content"]
+    for name in (eos, *ENDS):
+        if name in ids:
+            return ids[name]
     raise SystemExit(f"{file}: no end-of-text token; name its eos_token in a tokenizer_config.json")
-
-
-def tokenizer_file(name):
-    """The tokenizer.json that name, a file, a directory or a hub name, stands for."""
-    if os.path.isfile(name):
-        return name
-    return os.path.join(local_copy("tokenizer", name, name, "tokenizer*.json"), TOKENIZER)
 
 
 def open_tokenizer(file):
@@ -96,13 +87,14 @@ def open_tokenizer(file):
     return hf, max(hf.get_vocab().values()) + 1
 
 
-def local_copy(key, name, hub_name, *patterns):
+def local_copy(key, name, *patterns):
     """The directory `name`, or a copy of the hub's files that match; key is what asked for it."""
     if os.path.isdir(name):
         return name
     try:
         from huggingface_hub import snapshot_download
-        return snapshot_download(hub_name, allow_patterns=list(patterns))
+        hub = name if "/" in name else f"openai-community/{name}"  # gpt2-xl
+        return snapshot_download(hub, allow_patterns=list(patterns))
     except Exception as e:
         raise SystemExit(f"{key}={name}: neither a directory here nor on the Hugging Face hub "
                          f"({type(e).__name__}); without a network pass a local directory")

@@ -400,8 +400,10 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
 
 
 def read_metrics(out):
+    """The rows; of two of the same step the later one, as a resumed run appends."""
     with open(os.path.join(out, "metrics.jsonl")) as f:
-        return [json.loads(line) for line in f]
+        rows = [json.loads(line) for line in f]
+    return list({(row["iter"], "loss" in row): row for row in rows}.values())
 
 
 def losses(out):

@@ -233,15 +233,14 @@ def odd(models):
 
 
 @pytest.mark.parametrize("before, after, message", [
-    ("block_size: int = 8", "momentum: float = 0.5", "every run has a key momentum; rename Model"),
-    ("block_size: int = 8", "dtype: str = 'x'", "every run has a key dtype; rename ModelConfig's"),
+    ("block_size: int = 8", "momentum: float = 0.5", "momentum, .*: every run has a key momentum"),
+    ("block_size: int = 8", "dtype: str = 'x'", "needs another name: every run has a key dtype"),
     ("\nfrom dataclasses", "from __future__ import annotations\nfrom dataclasses",
      "ModelConfig.block_size, a 'int', must be an int, .* without from __future__ import annot"),
     ("int = 8", "int | None = 8", r"ModelConfig.block_size, a int \| None, must be an int, float"),
     ("int = 8", "tuple = (8,)", "ModelConfig.block_size, a <class 'tuple'>, must be an int"),
-    ('Literal["a", "b"] = "a"', "Literal[1, 2] = 1", "ModelConfig.kind, .* or Literal of strings"),
-    ("int = 8", "int", "ModelConfig.block_size, .* with a default"),
-    ("@dataclass\n", "", "odd.py has no Model or no dataclass ModelConfig")])
+    ("int = 8", "int", "ModelConfig.block_size, .* or Literal, with a default"),
+    ("@dataclass\n", "", "NAME is NAME.py beside it, with a Model and a dataclass ModelConfig")])
 def test_config_a_model_files_odd_key_is_one_clear_line(odd, before, after, message):
     said = one_line(load_config, [odd(before, after)])
     assert re.search("model='odd': .*" + message, said), said
@@ -254,13 +253,20 @@ def test_config_a_model_files_own_keys(odd, capsys):
     assert "must be a finite number" in one_line(load_config, [model, "--bias=nan"])
     assert "one of 'a', 'b'" in one_line(load_config, [model, "--kind=c"])
     said = one_line(load_config, ["--kind=b", model])
-    assert said == "--kind=b: model=gpt2 has no key kind; --model comes first"
+    assert said == ("--kind=b: unknown key kind (model=gpt2); --help lists the keys; --model comes "
+                    "first")
     train.main([model, "--help"])
     text = capsys.readouterr().out
     keys = (r"^model odd\n  --block_size=8\n +context length in tokens\n"
             r"  --bias=-1.5\n +which may\n +be negative\n  --kind=")
     assert re.search(keys, text, re.M)
     assert "docstring" not in text and "width" not in text and "post_init" not in text
+
+
+def test_config_a_model_files_literals_may_be_numbers(odd):
+    model = odd('Literal["a", "b"] = "a"', "Literal[1, 2] = 1")
+    assert load_config([model, "--kind=2"]).kind == 2
+    assert "kind=3 must be one of 1, 2" in one_line(load_config, [model, "--kind=3"])
 
 
 def test_config_help_lists_the_keys_of_model(other, capsys):
@@ -283,22 +289,25 @@ FULL = dict(strategy="full_shard")
 @pytest.mark.parametrize("world, overrides, message", [
     (ONE, FULL, "torchrun --standalone --nproc_per_node=2"),
     (TWO, dict(strategy="single"), "strategy"),
-    (TWO, dict(gradient_accumulation_steps=3), "try 2 or 4"),
+    (TWO, dict(gradient_accumulation_steps=3), "use a multiple of 2"),
     (TWO, dict(strategy="ddp", cpu_offload=0.5), "cpu_offload"),
     (TWO, dict(strategy="ddp", wrap_min_params=10), "wrap_min_params"),
     (TWO, dict(strategy="ddp", prefetch_blocks=1), "prefetch_blocks"),
     (TWO, dict(**FULL, shard_group_size=2), "shard_group_size"),
     (FOUR, dict(strategy="hybrid_shard", shard_group_size=3), "groups of 3"),
     (TWO, dict(**FULL, activation_offload=True, activation_checkpointing="full", compile=True),
-     "use --compile=False"),
+     "--compile=False"),
     (TWO, dict(**FULL, activation_offload=True), "use --activation_checkpointing=full"),
     (ONE, dict(activation_offload=True, activation_checkpointing="selective"),
      "use --activation_checkpointing=full"),
     (TWO, dict(**FULL, backend="nccl"), "NCCL"),
     (ONE, dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
-    (World(size=2, local_size=2, device=torch.device("cuda", 0)),
-     dict(**FULL, cpu_offload=0.5, dtype="float16"), "use --dtype=bfloat16 or float32"),
+    (TWO, dict(**FULL, cpu_offload=0.5, dtype="float16"), "use --dtype=bfloat16 or float32"),
+    (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
+     "full activation_checkpointing, not selective"),
     (TWO, dict(**FULL, wrap_min_params=9, compile=True, loss_chunks=2), "--wrap_min_params=0"),
+    (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
+     "--activation_checkpointing=full"),
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="full", prefetch_blocks=1),
      "--prefetch_blocks=0"),
     (ONE, dict(strategy="single", grad_sync="last"), "grad_sync"),

