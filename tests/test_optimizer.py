@@ -28,10 +28,13 @@ from harness import (
     losses,
     on_ranks,
     plain_gpt,
+    plain_model,
     read_ckpt,
+    run_compiled,
     run_training,
     tiny,
     trained,
+    two_each,
     values,
 )
 from torch.distributed.tensor import DTensor, Replicate
@@ -75,7 +78,7 @@ def plain(tmp):
     def train_plain(freeze=None, **sizes):
         cfg = tiny(tmp, **sizes)
         files = loader.TokenFiles(cfg.dataset, "train", cfg.block_size, 67)
-        gpt = plain_gpt(seed=cfg.seed, **sizes)
+        gpt = plain_model(cfg)
         gpt.lm_head.register_forward_hook(lambda head, args, out: setattr(head, "out", out))
         for name, p in gpt.named_parameters():
             p.requires_grad_(not (freeze and re.search(freeze, name)))
@@ -122,8 +125,12 @@ def ranks(tmp):
     """ranks(world) -> the results of all cases at that world size, run once."""
     @functools.cache
     def get(world):
-        cases = {name: (run_training, dict(tmp=tmp, name="muon-" + name, **MUON, **keys))
-                 for name, (size, keys) in RUNS.items() if size == world}
+        cases = {}
+        for name, (size, keys) in RUNS.items():
+            if size == world:
+                run = run_compiled if "compile" in keys else run_training
+                keys = {**MUON, **two_each(world), **keys}
+                cases[name] = run, dict(keys, tmp=tmp, name="muon-" + name)
         cases.update({f"mech-{name}": (case_mechanisms, dict(tmp=tmp, **keys))
                       for name, (size, keys) in MECHANISMS.items() if size == world})
         if world == 2:
@@ -146,7 +153,8 @@ def test_muon_parity_single(tmp, plain):
 @pytest.mark.parametrize("name", RUNS)
 def test_muon_parity_of_strategies(tmp, plain, ranks, name):
     world, keys = RUNS[name]
-    expected = plain(**{k: keys[k] for k in ("freeze", "n_embd", "n_head") if k in keys})
+    theirs = {k: keys[k] for k in ("freeze", "n_embd", "n_head") if k in keys}
+    expected = plain(**theirs)
     assert_parity(tmp, values(ranks(world), name)[0], "muon-" + name, expected)
 
 
@@ -420,7 +428,7 @@ class Factored(torch.optim.Optimizer):
                     state["rows"] = state["rows"].redistribute(placements=[Replicate()])
 
 
-OWN = dict(max_iters=6, learning_rate=0.05, warmup_iters=0)
+OWN = dict(max_iters=6, learning_rate=0.05, warmup_iters=0, gradient_accumulation_steps=6)
 
 
 def case_own(tmp, name, copies=(), fault=None, **keys):
