@@ -68,11 +68,16 @@ def report(names, configs, times, world):
 
 def profile(name, steps, directory, world):
     """Trace 3 steps on every rank, and print rank 0's slowest operations (all ranks)."""
+    cuda, key = world.device.type == "cuda", "self_cpu_time_total"
+    file = os.path.join(directory, f"trace-{name}-{world.rank}".replace(" ", "_").replace("/", "_"))
+    if cuda:  # private, but nothing public writes what https://pytorch.org/memory_viz reads
+        torch.cuda.memory._record_memory_history(clear_history=True)
     with torch.profiler.profile() as profiler:
         list(islice(steps, 3))
-    file = f"trace-{name}-{world.rank}.json".replace(" ", "_").replace("/", "_")
-    profiler.export_chrome_trace(os.path.join(directory, file))
-    key = "self_device_time_total" if world.device.type == "cuda" else "self_cpu_time_total"
+    profiler.export_chrome_trace(f"{file}.json")
+    if cuda:
+        torch.cuda.memory._dump_snapshot(f"{file}.pickle")
+        key = "self_device_time_total"
     slowest = profiler.key_averages().table(key, row_limit=15, max_name_column_width=40)
     print0(world, f"\n{name}: 3 steps on rank 0\n{slowest}")
 
