@@ -259,7 +259,7 @@ def conflicts(c, world, distributed):
                 shard_group_size=("hybrid_shard",))
     return [
         ("strategy", W > 1 if single else not distributed,
-         "single needs python train.py; ddp, full_shard: torchrun --standalone --nproc_per_node=2"),
+         "single needs python train.py, the others torchrun --standalone --nproc_per_node=2"),
         *[(key, getattr(c, key) != getattr(Config, key) and c.strategy not in strategies,
            f"it is for {', '.join(strategies)}; use --{key}={getattr(Config, key)}")
           for key, strategies in only.items()],
