@@ -305,8 +305,6 @@ FULL = dict(strategy="full_shard")
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
      "wrap_min_params=0, or full checkpointing"),
     (TWO, dict(**FULL, wrap_min_params=9, compile=True, loss_chunks=2), "--wrap_min_params=0"),
-    (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
-     "--activation_checkpointing=full"),
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="full", prefetch_blocks=1),
      "--prefetch_blocks=0"),
     (ONE, dict(strategy="single", grad_sync="last"), "grad_sync"),
