@@ -167,8 +167,7 @@ def export(source, path, dtype="float32"):
     files["model.safetensors"] = save(tensors, {"format": "pt"})
     files["config.json"] = json.dumps(theirs, indent=2).encode()
     for file, data in files.items():
-        with atomic(os.path.join(path, file)) as f:
-            f.write(data)
+        atomic(os.path.join(path, file), lambda f, data=data: f.write(data))
     directory = data_dir(config.get("dataset", ""))
     if read_meta(directory).get("tokenizer") == TOKENIZER:
         shutil.copy(os.path.join(directory, TOKENIZER), path)

@@ -146,8 +146,7 @@ def jsonl(cfg, run_id, step):
         if step and os.path.exists(path):
             with open(path, errors="replace") as f:
                 kept = "".join(line.rstrip() + "\n" for line in f if comes_before(step, line))
-            with atomic(path) as f:
-                f.write(kept.encode())
+            atomic(path, lambda f: f.write(kept.encode()))
         file = open(path, "ab" if step else "wb", buffering=0)  # no line waits in a buffer
 
     def write(row):
