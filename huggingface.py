@@ -154,8 +154,7 @@ def export(source, path, dtype="float32"):
         if read_meta(directory).get("tokenizer") == TOKENIZER:
             files[TOKENIZER] = Path(directory, TOKENIZER).read_bytes()
         for file, data in files.items():
-            with atomic(f"{path}/{file}") as f:
-                f.write(data)
+            atomic(f"{path}/{file}", lambda f, data=data: f.write(data))
 
 
 def main(argv):

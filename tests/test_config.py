@@ -86,7 +86,7 @@ def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
 
 
 def test_config_absurd_depth_of_a_checkpoint_is_refused_before_it_is_built(tmp):
-    header = {"config": {}, "model_args": {"n_layer": 10**7}}
+    header = {"config": {}, "model_args": {"n_layer": 10**7}, "iter_num": 0, "best_val_loss": 1.0}
     source = Source("ckpt.pt", header)
     assert "n_layer=10000000 must be at most 10000" in one_line(with_model, tiny(tmp), source)
 
@@ -349,7 +349,7 @@ def test_config_compile_on_a_cpu_asks_for_a_compiler(tmp, monkeypatch):
 
 
 def test_config_of_a_checkpoint_has_its_sizes_and_this_runs_dropout(tmp):
-    header = dict(config={}, model_args=dict(n_layer=2, dropout=0.0))
+    header = dict(config={}, model_args=dict(n_layer=2, dropout=0.0), iter_num=0, best_val_loss=1.0)
     cfg = with_model(tiny(tmp, dropout=0.3), Source("ckpt.pt", header))
     assert (cfg.n_layer, cfg.dropout) == (2, 0.3)
 
