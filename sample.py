@@ -122,7 +122,7 @@ def main(argv):
 
     dataset = source.header["config"].get("dataset")
     directory = data_dir(dataset) if dataset else source.path  # Hugging Face's has a tokenizer too
-    meta = source.header.get("meta") or read_meta(directory) or {"vocab_size": cfg.vocab_size}
+    meta = {"vocab_size": cfg.vocab_size, **(source.header.get("meta") or read_meta(directory))}
     encode, decode, vocab_size = tokenizer(meta, directory)
     x = torch.tensor([encode(args.start) or encode("\n")], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)

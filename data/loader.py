@@ -91,12 +91,11 @@ class TokenFiles:
         out = np.empty((len(windows), T + 1), dtype=np.int64)
         for row, window in zip(out, windows):
             file = int(np.searchsorted(self.starts, window, side="right")) - 1
-            start = (int(window) - int(self.starts[file])) * T
-            row[:] = self.files[file][start:start + T + 1]
+            tokens, start = self.files[file], (int(window) - int(self.starts[file])) * T
+            row[:] = tokens[start:start + T + 1]
             if row.max() >= self.vocab_size:
-                raise SystemExit(f"{self.files[file].filename}: token {row.max()} is beyond vocab_"
-                                 f"size={self.vocab_size}; prepare the data with this model's "
-                                 "tokenizer, or correct meta.json")
+                raise SystemExit(f"{tokens.filename}: token {row.max()} is beyond vocab_size="
+                                 f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
         out = torch.from_numpy(out)
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()
 

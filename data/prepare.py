@@ -27,7 +27,6 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data.loader import HEADER_BYTES, HERE, UINT32  # noqa: E402
@@ -102,6 +101,7 @@ def encode(chunk, dtype, tokenizer, val_fraction):
 
 def tokenize(docs, files, workers, dtype, *options):
     """Append the tokens of docs to train's and val's files, in order, whatever the workers."""
+    from tqdm import tqdm
     with ProcessPoolExecutor(workers) as pool, tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
         futures = (pool.submit(encode, chunk, dtype, *options) for chunk in chunks(docs))
         pending = list(islice(futures, 4 * workers))  # bounded: memory stays flat
@@ -173,8 +173,7 @@ def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
     option("--template", help=r"text made of several columns, e.g. 'Q: {question}\nA: {answer}'")
     option("--tokenizer", default="gpt2", metavar="T",
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or its hub name")
-    option("--val_fraction", type=float, metavar="F", help="fraction for validation (default: "
-           f"{val_fraction} of the documents, or 0.1 of the tokens where the text is cut in two)")
+    option("--val_fraction", type=float, help=f"default: {val_fraction} of the documents")
     option("--limit", type=int, metavar="N", default=sys.maxsize, help="only the first N documents")
     option("--workers", type=int, metavar="N", default=os.cpu_count(), help="default: one a core")
     option("--out", metavar="DIR", help="directory for the files, instead of data/<name>/")

@@ -168,6 +168,7 @@ def test_tools_sample_from_everything(tmp, tmp_path):
 @pytest.mark.parametrize("vocab_size, meta, message", [
     (67, {}, "gone: no tokenizer is known for vocab_size=67; put the data's meta.json or"),
     (128256, {"vocab_size": 128256}, "gone: no tokenizer is known for vocab_size=128256; put"),
+    (67, {"made": "by hand"}, "gone: no tokenizer is known for vocab_size=67; put"),
     (67, [1], "its meta is [1]"),
     (67, {"chars": ["a", "b"]}, None), (257, {"vocab_size": 257, "tokenizer": "bytes"}, None)])
 def test_tools_sample_takes_no_tokenizer_that_it_does_not_know(
