@@ -127,7 +127,7 @@ def parse(argv):
         optional("matplotlib.figure", "--plot")
         a_picture = own.plot.endswith((".png", ".svg", ".pdf"))
         if not a_picture or not os.path.isdir(os.path.dirname(own.plot) or "."):
-            raise SystemExit(f"--plot={own.plot}: pass a .png, .svg or .pdf in a folder that is there")
+            raise SystemExit(f"--plot={own.plot}: pass a .png, .svg or .pdf in a folder you have")
     own.gpu_memory *= 2**30  # from here on in bytes
     own.host_memory *= 2**30
     return own, rest
