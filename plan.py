@@ -82,11 +82,11 @@ def draw(rows, machine, unit, name, title, path):
     highest = max(row["peak"] for row in rows)
     for panel, row in zip(panels, rows):
         start = {where: n for n, where in row["marks"]}  # the last micro-batch's overwrite others
-        names = ("forward", "forward, head", "backward, head", "optimizer")
-        first, *phases = [*map(start.get, names), len(row["timeline"]) - 1]
-        # as long as they take, about: most changes are backward's
-        x = np.interp(range(first, phases[-1] + 1), [first, *phases], (0, 1, 1.4, 3.2, 3.6))
-        panel.stackplot(x, row["timeline"][first:, 1:].T / unit, labels=KINDS[1:], lw=0,
+        marks = ("forward", "forward, head", "backward, head", "optimizer")
+        phases = [*map(start.get, marks), len(row["timeline"]) - 1]
+        # as wide as they take long, about: most changes are backward's
+        x = np.interp(range(phases[0], phases[-1] + 1), phases, (0, 1, 1.4, 3.2, 3.6))
+        panel.stackplot(x, row["timeline"][phases[0]:, 1:].T / unit, labels=KINDS[1:], lw=0,
                         colors=("#2f4b7c", "#665191", "#d45087", "#ff7c43", "#ffc971"))
         if machine.gpu_memory < 3 * highest:  # else it would press the rest flat
             limit = machine.gpu_memory / unit
@@ -127,7 +127,7 @@ def parse(argv):
         optional("matplotlib.figure", "--plot")
         a_picture = own.plot.endswith((".png", ".svg", ".pdf"))
         if not a_picture or not os.path.isdir(os.path.dirname(own.plot) or "."):
-            raise SystemExit(f"--plot={own.plot}: pass FILE.png, .svg or .pdf; its folder must be")
+            raise SystemExit(f"--plot={own.plot}: pass a .png, .svg or .pdf in a folder you have")
     own.gpu_memory *= 2**30  # from here on in bytes
     own.host_memory *= 2**30
     return own, rest

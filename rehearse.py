@@ -182,7 +182,7 @@ def stand_ins(fake, ledger, cfg, world):
     def fake_to_empty(module, device, recurse=True):
         with fake:  # no sooner: cutting fake tensors into 1,024 shards takes half a minute
             to_empty(module, device=device, recurse=recurse)
-        for p in module.parameters(recurse):  # the GPU is a torch.device
+        for p in module.parameters(recurse):  # fsdp.shard says "cpu" of what it offloads
             ledger.label("host" if device == "cpu" else "parameters", float8.plain(p))
 
     def between_memories(t, *args, **kwargs):
