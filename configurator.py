@@ -89,8 +89,8 @@ class Config:
     min_lr: Number = 6e-5  # usually learning_rate / 10
     # --- system
     device: Device = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
-    dtype: Literal[("auto", *DTYPES)] = "auto"  # to compute in; parameters stay fp32. auto: the
-    #   fastest safe one of float32, bfloat16, float16; float8: in linear layers (H100, torchao)
+    dtype: Literal[("auto", *DTYPES)] = "auto"  # to compute in; parameters stay fp32.
+    #   float32, bfloat16, float16, float8 (in linear layers; H100, torchao); auto: fastest safe one
     compile: bool = True  # torch.compile: a minute at the start, then faster; off for short runs
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     # --- sharding

@@ -131,7 +131,7 @@ def test_tools_bench_measures_the_machine(monkeypatch):
     (["--steps=x"], "'x'"),
     (["--stepz=3"], "did you mean steps?"),
     (["--variants=strategy=dpp"], "strategy='dpp'"),
-    (["--strategies=ddp"], "needs torchrun"),
+    (["--strategies=ddp"], "full_shard: torchrun --standalone"),
     ([f"--profile={__file__}"], "cannot write"),
 ])
 def test_tools_bench_bad_input_is_one_clear_line(tmp, tmp_path, capsys, monkeypatch, argv, message):
