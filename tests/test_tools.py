@@ -124,8 +124,13 @@ def test_tools_bench_measures_the_machine(monkeypatch):
     (["--steps=x"], "'x'"),
     (["--stepz=3"], "did you mean steps?"),
     (["--variants=strategy=dpp"], "strategy='dpp'"),
+<<<<<<< HEAD
     (["--strategies=ddp"], "the others torchrun"),
     ([f"--profile={__file__}"], "pass another path"),
+=======
+    (["--strategies=ddp"], "full_shard: torchrun --standalone"),
+    ([f"--profile={__file__}"], "cannot write"),
+>>>>>>> 214aa77e311ca16e3b28d0974bab979b5bef4591
 ])
 def test_tools_bench_bad_input_is_one_clear_line(tmp, tmp_path, capsys, monkeypatch, argv, message):
     monkeypatch.setattr(bench, "training", None)  # it is said before anything is built
@@ -283,8 +288,10 @@ def test_tools_tensorboard(tmp):
     assert "val_loss" in events.Tags()["scalars"] and "mfu" not in events.Tags()["scalars"]
     for step, purged in ((0, None), (2, 2)):  # a resumed run logs the later steps again
         with patch("torch.utils.tensorboard.SummaryWriter") as writer:
-            metrics.Log(tiny(tmp, out_dir=out, tensorboard=True), World(), "the-id", step, None)
+            log = metrics.Log(tiny(tmp, out_dir=out, tensorboard=True), World(), "id", step, None)
+            log.write(dict(iter=step, loss=1.0))
         writer.assert_called_once_with(out, purge_step=purged)
+        assert writer.return_value.flush.called  # a kill loses no row
 
 
 def test_tools_wandb(tmp, tmp_path, monkeypatch):
