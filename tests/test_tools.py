@@ -124,13 +124,8 @@ def test_tools_bench_measures_the_machine(monkeypatch):
     (["--steps=x"], "'x'"),
     (["--stepz=3"], "did you mean steps?"),
     (["--variants=strategy=dpp"], "strategy='dpp'"),
-<<<<<<< HEAD
     (["--strategies=ddp"], "the others torchrun"),
     ([f"--profile={__file__}"], "pass another path"),
-=======
-    (["--strategies=ddp"], "full_shard: torchrun --standalone"),
-    ([f"--profile={__file__}"], "cannot write"),
->>>>>>> 214aa77e311ca16e3b28d0974bab979b5bef4591
 ])
 def test_tools_bench_bad_input_is_one_clear_line(tmp, tmp_path, capsys, monkeypatch, argv, message):
     monkeypatch.setattr(bench, "training", None)  # it is said before anything is built
