@@ -1280,7 +1280,10 @@ def test_huggingface_out_without_biases_writes_zeros(tmp, tmp_path):
     pytest.importorskip("safetensors")
     transformers = pytest.importorskip("transformers")
     launch(1, arguments(tmp, tmp_path / "out", max_iters=2, bias=False))
-    huggingface.export(checkpoint.find(str(tmp_path / "out"), World()), str(tmp_path / "hf"))
+    source = checkpoint.find(str(tmp_path / "out"), World())
+    with pytest.raises(SystemExit, match="cannot write /proc/x: "):
+        huggingface.export(source, "/proc/x")
+    huggingface.export(source, str(tmp_path / "hf"))
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
     ckpt = read_ckpt(tmp_path / "out")
     model = GPT(GPTConfig(**ckpt["model_args"])).eval()
