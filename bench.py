@@ -27,8 +27,62 @@ from ranks import print0, run, setup
 from train import build, meta_model, train_step, with_vocabulary
 
 
-def arguments(argv):
-    """(bench's own options, the rest for load_config)."""
+def training(cfg, world):
+    """A run that yields each step's milliseconds; a generator, so that runs can take turns."""
+    batches = Batches(cfg, world)
+    wrapped, _, optimizer = build(cfg, world)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
+    batch = batches.train(0, 0)
+    for step in count():
+        start = perf_counter()
+        loss, _, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
+        loss.item()  # synchronization point: all that was queued is done
+        yield 1e3 * (perf_counter() - start)
+
+
+def matmul_rate(device, dtype):
+    """FLOP/s of a large matrix product: what this machine reaches in practice."""
+    n = 2048 if device.type == "cpu" else 8192
+    timer = Timer("(a @ a)[0, 0].item()", num_threads=torch.get_num_threads(),
+                  globals={"a": torch.randn(n, n, device=device, dtype=dtype)})
+    return 2 * n**3 / timer.blocked_autorange(min_run_time=1).median
+
+
+def report(names, configs, times, world):
+    """Print a line for each variant; MFU and share of the matmul rate are one device's."""
+    memory, host = (peak_memory(device) >> 20 for device in (world.device, torch.device("cpu")))
+    peak = peak_flops(world.device)
+    rates = {c.dtype: matmul_rate(world.device, DTYPES[c.dtype]) for c in configs}
+    width, first = max(map(len, names)), median(times[0])
+    print0(world, " " * width, " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate"
+                               "  MiB peak  MiB host  ratio to the first")
+    for name, cfg, ms in zip(names, configs, times):
+        tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+        tokens_per_s = tokens / median(ms) * 1e3
+        flops = flops_per_token(meta_model(cfg), world) * tokens_per_s / world.size
+        mfu = f"{flops / peak:.1%}" if flops and peak else "n/a"
+        print0(world, f"{name:{width}} {median(ms):9.1f} ({min(ms):7.1f} - {max(ms):7.1f}) "
+                      f"{tokens_per_s:10,.0f} {mfu:>6} {flops / rates[cfg.dtype]:15.1%} "
+                      f"{memory:9,} {host:9,} {median(ms) / first:9.3f} x its time")
+
+
+def profile(name, steps, directory, world):
+    """Trace 3 steps on every rank, and print rank 0's slowest operations (all ranks)."""
+    cuda, key = world.device.type == "cuda", "self_cpu_time_total"
+    file = os.path.join(directory, f"trace-{name}-{world.rank}".replace(" ", "_").replace("/", "_"))
+    if cuda:  # private, but nothing public writes what https://pytorch.org/memory_viz reads
+        torch.cuda.memory._record_memory_history(clear_history=True)
+    with torch.profiler.profile() as profiler:
+        list(islice(steps, 3))
+    profiler.export_chrome_trace(f"{file}.json")
+    if cuda:
+        torch.cuda.memory._dump_snapshot(f"{file}.pickle")
+        key = "self_device_time_total"
+    slowest = profiler.key_averages().table(key, row_limit=15, max_name_column_width=40)
+    print0(world, f"\n{name}: 3 steps on rank 0\n{slowest}")
+
+
+def main(argv):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter,
                             allow_abbrev=False)
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
@@ -44,71 +98,8 @@ def arguments(argv):
     try:  # now, not after the measuring
         os.makedirs(own.profile or ".", exist_ok=True)
     except OSError as e:
-        parser.error(f"cannot write {own.profile}: {e.strerror}; pass another path")
-    return own, rest
+        parser.error(f"--profile={own.profile}: {e.strerror}; pass another path")
 
-
-def training(cfg, world):
-    """A run that yields the seconds of each step; a generator, so that runs can take turns."""
-    batches = Batches(cfg, world)
-    wrapped, _, optimizer = build(cfg, world)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
-    batch = batches.train(0, 0)
-    for step in count():
-        start = perf_counter()
-        loss, _, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
-        loss.item()  # synchronization point: all that was queued is done
-        yield perf_counter() - start
-
-
-def matmul_rate(device, dtype):
-    """FLOP/s of a large matrix product: what this machine reaches in practice."""
-    n = 2048 if device.type == "cpu" else 8192
-    timer = Timer("(a @ a)[0, 0].item()", num_threads=torch.get_num_threads(),
-                  globals={"a": torch.randn(n, n, device=device, dtype=dtype)})
-    return 2 * n**3 / timer.blocked_autorange(min_run_time=1).median
-
-
-def report(names, configs, times, world):
-    """Print the table and return its rows; flops, mfu and of_matmul are those of one device."""
-    memory, host = peak_memory(world.device), peak_memory(torch.device("cpu"))
-    peak = peak_flops(world.device)
-    rates = {c.dtype: matmul_rate(world.device, DTYPES[c.dtype]) for c in configs}
-    width, rows = max(map(len, names)), []
-    print0(world, " " * width, " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate"
-                               "  MiB peak  MiB host  ratio to the first")
-    for name, cfg, seconds in zip(names, configs, times):
-        ms, low, high = (1e3 * f(seconds) for f in (median, min, max))
-        tokens_per_s = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size / ms * 1e3
-        flops = flops_per_token(meta_model(cfg), world) * tokens_per_s / world.size
-        mfu, of_matmul = flops / peak if peak else None, flops / rates[cfg.dtype]
-        rows.append(dict(name=name, step_ms=ms, fastest_ms=low, slowest_ms=high, flops=flops,
-                         tokens_per_s=tokens_per_s, mfu=mfu, of_matmul=of_matmul,
-                         peak_memory=memory, host_memory=host))
-        print0(world, f"{name:{width}} {ms:9.1f} ({low:7.1f} - {high:7.1f}) {tokens_per_s:10,.0f} "
-                      f"{f'{mfu:.1%}' if mfu else 'n/a':>6} {of_matmul:15.1%} {memory >> 20:9,} "
-                      f"{host >> 20:9,} {ms / rows[0]['step_ms']:9.3f} x its time")
-    return rows
-
-
-def profile(name, steps, directory, world):
-    """Trace 3 steps on every rank, and print rank 0's slowest operations (all ranks)."""
-    cuda = world.device.type == "cuda"
-    file = f"{name}-{world.rank}".replace(" ", "_").replace("/", "_")
-    if cuda:  # private, but nothing public writes what https://pytorch.org/memory_viz reads
-        torch.cuda.memory._record_memory_history(clear_history=True)
-    with torch.profiler.profile() as profiler:
-        list(islice(steps, 3))
-    if cuda:
-        torch.cuda.memory._dump_snapshot(f"{directory}/memory-{file}.pickle")
-    profiler.export_chrome_trace(f"{directory}/trace-{file}.json")
-    key = "self_device_time_total" if cuda else "self_cpu_time_total"
-    slowest = profiler.key_averages().table(key, row_limit=15, max_name_column_width=40)
-    print0(world, f"\n{name}: 3 steps on rank 0\n{slowest}")
-
-
-def main(argv):
-    own, rest = arguments(argv)
     names, configs = [], []
     for settings, strategy in product(own.variants.split(";"), own.strategies.split(",")):
         extra = [s.strip() for s in settings.split(",") if s]

@@ -4,9 +4,9 @@ The config: every key of a run, once, with its type, default, allowed values and
     cfg = load_config(["config/train_gpt2.py", "--batch_size=8", "--compile=False"])
     cfg = resolve(cfg, world)     # 'auto' spelled out for these ranks and this device
 
-Config files are Python assignments. Files and --key=value flags apply left to right; the last one
-wins. The keys of the model itself are in its file, in ModelConfig; name --model before them. Keys
-that nanoGPT has keep its names and meanings. A mistake raises SystemExit with one line.
+Config files are Python assignments. Files and --key=value flags apply left to right, the last wins.
+A model's own keys are in its file, in ModelConfig; name --model before them. Keys that nanoGPT has
+keep its names and meanings. A mistake is a SystemExit with one line.
 """
 
 import ast
@@ -37,8 +37,7 @@ Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
 Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
-Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch,
-                   "auto, cpu, mps, cuda or cuda:<number>"]
+Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps, cuda"]
 Path = Annotated[str, len, "a name or a path"]
 PLAIN = {
     int: (int, lambda n: True, "a whole number"),
@@ -101,8 +100,7 @@ class Config:
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     #   in which ranks sum gradients; bfloat16 or float16 halve that traffic and cost accuracy
     wrap_min_params: Whole = 0  # 0: an FSDP unit per block. N: any module of at least N parameters
-    cpu_offload: Fraction = 0.0  # of the blocks: parameters, gradients, optimizer in host memory;
-    #   take few large micro-batches: from the second on the host adds gradients while the GPU waits
+    cpu_offload: Fraction = 0.0  # share of the blocks in host memory; take few large micro-batches
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     #   selective recomputes the cheap parts, full whole blocks: least memory, a third more compute
     activation_offload: bool = False  # what activation_checkpointing=full keeps, in host memory
@@ -147,20 +145,15 @@ def model_config(cfg):
     return cls(**{f.name: getattr(cfg, f.name) for f in fields(cls)})
 
 
-# ---------- files, flags, help ------------------------------------------------
-
-
 def load_config(argv, flags=()):
     """Config files and --key=value flags, applied left to right over the defaults. flags: names
     that the command takes itself, which a mistyped one may have meant."""
     cls, values = config_class(Config.model), {}
     for arg in argv:
-        if not arg.startswith("--"):
-            given = run_file(arg, {**vars(cls()), **values})
-        elif "=" in arg:
+        if arg.startswith("--") and "=" in arg:
             given = dict([arg[2:].split("=", 1)])  # the first '=': a value may contain more
         else:
-            raise SystemExit(f"{arg}: write it as {arg}=value")
+            given = run_file(arg, {**vars(cls()), **values})
         cls = config_class(given.get("model", cls.model))
         values.update({key: coerce(key, given[key], cls, arg, flags) for key in given})
     return make_config(type("RunConfig", (cls,), {"given": tuple(values)}), values)
@@ -193,8 +186,7 @@ def run_file(path, before):
         with open(path) as f:
             exec(compile(f.read(), path, "exec"), scope)
     except (Exception, SystemExit) as e:
-        raise SystemExit(f"{path}: {type(e).__name__}: {e}; pass config files, such as "
-                         "config/quickstart.py, and --key=value")
+        raise SystemExit(f"{path}: {type(e).__name__}: {e}; pass config files and --key=value")
     return {key: value for key, value in scope.items() if before.get(key) is not value
             and not (key.startswith("_") or callable(value) or inspect.ismodule(value))}
 
@@ -204,15 +196,15 @@ def coerce(key, value, cls, where, flags=()):
     types = {f.name: f.type for f in fields(cls)}
     if key not in types:
         near = difflib.get_close_matches(key, [*flags, *types], 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the keys; --model comes first"
-        raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint}")
+        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
+        raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint} (--model first)")
     choices = get_args(types[key])
     if get_origin(types[key]) is Literal:
         choices = type(choices[0]), choices.__contains__, f"one of {', '.join(map(repr, choices))}"
     kind, test, words = PLAIN.get(types[key], choices)
     with suppress(SyntaxError, ValueError, OverflowError):  # what is no number stays as it is
         if where.startswith("--") and kind is not str:  # a flag's text
-            value = ast.literal_eval(value.capitalize())  # also true, false
+            value = ast.literal_eval(str(value).capitalize())  # also true, false
         if {kind, type(value)} == {int, float} and kind(value) == value:
             value = kind(value)
     if type(value) is not kind or not test(value):
@@ -267,7 +259,7 @@ def conflicts(c, world, distributed):
                 shard_group_size=("hybrid_shard",))
     return [
         ("strategy", W > 1 if single else not distributed,
-         "single needs python train.py; ddp, full_shard: torchrun --standalone --nproc_per_node=2"),
+         "single needs python train.py, the others torchrun --standalone --nproc_per_node=2"),
         *[(key, getattr(c, key) != getattr(Config, key) and c.strategy not in strategies,
            f"it is for {', '.join(strategies)}; use --{key}={getattr(Config, key)}")
           for key, strategies in only.items()],
@@ -279,15 +271,14 @@ def conflicts(c, world, distributed):
         ("dtype", c.dtype == "float8" and c.strategy == "ddp",
          "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
         ("cpu_offload", c.cpu_offload and c.dtype in ("float8", "float16"),
-         "their scales stay on the GPU; use --dtype=bfloat16 or float32, or --cpu_offload=0"),
+         f"{c.dtype}'s scales are on the GPU; use --dtype=bfloat16 or float32, or --cpu_offload=0"),
         ("loss_chunks", c.loss_chunks and not hasattr(model_file(c.model).Model, "head_loss"),
          f"model={c.model} has no head_loss (see the header of model.py); use --loss_chunks=0"),
         ("activation_offload", c.activation_offload and (c.compile or mode != "full"),
-         "it moves what that keeps; use --activation_checkpointing=full with --compile=False"),
+         "it moves what checkpointing keeps; use --activation_checkpointing=full --compile=False"),
         ("wrap_min_params",  # units inside a block gather again when it is recomputed
          by_size and recomputed and (c.compile or c.prefetch_blocks or mode == "selective"),
-         "use --wrap_min_params=0, a unit per block; or --compile=False, --prefetch_blocks=0, and "
-         "full activation_checkpointing, not selective"),
+         "use --wrap_min_params=0, or full checkpointing with --compile=False --prefetch_blocks=0"),
         ("compile", c.compile and kind == "cpu" and not compiler,
          "compiling for a CPU needs a C++ compiler; install g++, or use --compile=False"),
     ]

@@ -65,8 +65,7 @@ def open_pretrained(name):
                     ours, tensor = f"model.{key}", opened.get_slice(key)
                     if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                         raise ValueError(f"{key} is {tensor.get_dtype()}, not floats")
-                    if model == "gpt2" and key != "lm_head.weight":
-                        # the hub's gpt2 has no prefix; save_pretrained writes it
+                    if model == "gpt2" and key != "lm_head.weight":  # the hub's has no prefix
                         ours = "model.transformer." + key.removeprefix("transformer.")
                     where[ours], shape = (file, key), tuple(tensor.get_shape())
                     shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
@@ -155,8 +154,7 @@ def export(source, path, dtype="float32"):
         if read_meta(directory).get("tokenizer") == TOKENIZER:
             files[TOKENIZER] = Path(directory, TOKENIZER).read_bytes()
         for file, data in files.items():
-            with atomic(f"{path}/{file}") as f:
-                f.write(data)
+            atomic(f"{path}/{file}", lambda f, data=data: f.write(data))
 
 
 def main(argv):

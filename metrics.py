@@ -1,12 +1,11 @@
 """
-What a run reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to wandb
-and TensorBoard if asked for. Rank 0 reports; on the others nothing happens.
+What a run reports: log lines, a row of out_dir/metrics.jsonl for each (a resumed run appends: of
+two rows of a step the later one counts), and the same rows to wandb and TensorBoard if asked for.
+Rank 0 reports; on the others nothing happens.
 
     log = Log(cfg, world, run_id, step, model)  # which is on the meta device
     log.step(step, loss, norm, lr, scale)      # every log_interval steps
     with log.paused(): ...                     # an evaluation is no part of the steps' time
-
-A resumed run appends its rows to metrics.jsonl: of two rows of a step the later one counts.
 """
 
 import importlib
@@ -25,8 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpoint import first_line, writing
 from ranks import print0
 
-# dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16), by the whole
-# name: a part of it says too little, as L40 has L4 in it
+# dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16)
 PEAK_FLOPS = {
     "B200": 2250e12, "H200": 989e12, "H200 NVL": 835e12, "GH200 480GB": 989e12,
     "GH200 144G HBM3e": 989e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
@@ -37,7 +35,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device):
-    """The FLOP/s that MFU is relative to, whatever the dtype; None without the exact name."""
+    """The FLOP/s that MFU is relative to, for any dtype; by the whole name: L40 has L4 in it."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -84,20 +84,16 @@ def require_gradients(model, batch, cfg, world):
     share, least = mean(torch.tensor([float(name in reached) for name in trained]), world).min(0)
     if share < 1:
         raise SystemExit(f"{trained[least]} gets a gradient on {share * world.size:.0f} of "
-                         f"{world.size} ranks: let model={cfg.model} add 0 * the output of an "
-                         "expert without tokens, or --freeze what it never uses")
-
-
-# ---------- Muon --------------------------------------------------------------
+                         f"{world.size} ranks; let the model add 0 * its output, or --freeze it")
 
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) for the matrices, `adamw` for its own groups. Muon's updates have
     the size of AdamW's (0.2 a number: Liu et al. 2025), so one learning rate serves both.
 
-    An update needs the whole matrix, and a rank keeps some rows of it and of its momentum. So each
-    matrix has an owner: it is sent the rows, orthogonalizes once, and sends the rows back. That is
-    two all-to-alls a step for all matrices together, and the work is divided among all ranks."""
+    An update needs the whole matrix, and a rank has some rows of it and of its momentum. So each
+    matrix has an owner: it is sent the rows, orthogonalizes once, and sends the rows back, in two
+    all-to-alls a step for all matrices together. The ranks share the work."""
 
     def __init__(self, matrices, adamw, cfg):
         group = dict(params=matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay,

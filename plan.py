@@ -14,6 +14,7 @@ import math
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from train import meta_model, with_vocabulary
 
 FULL = 0.9  # of a GPU's memory: what is not counted needs room too
 LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into as many pieces
+COLUMNS = (*KINDS[1:], "peak", "host", "sent")
 
 
 def plan(cfg, world, machine):
@@ -51,80 +53,54 @@ def place(cfg, size, machine):
     device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     world = World(size=size, device=device, local_size=min(size, machine.gpus_per_node))
     multiple = math.ceil(cfg.gradient_accumulation_steps / size) * size  # as training wants it
-    cfg = replace(cfg, gradient_accumulation_steps=multiple, compile=False, backend="auto")
+    group = cfg.shard_group_size if cfg.strategy == "hybrid_shard" else 0
+    cfg = replace(cfg, gradient_accumulation_steps=multiple, shard_group_size=group, compile=False)
     if cfg.dtype == "auto" and device.type == "cuda":
         cfg = replace(cfg, dtype="bfloat16")  # the best of today's GPUs; none is here to ask
     return resolve(cfg, world, distributed=cfg.strategy != "single"), world
 
 
 def variants(cfg, size, machine):
-    """[(cfg, World)] of the strategies that the other keys allow; the config's own must. If a flag
-    names one, of that one."""
-    alone, group = machine.strategy, cfg.shard_group_size or machine.gpus_per_node
-    every, out = STRATEGIES if size > 1 else ("single", "full_shard"), []
-    for strategy in [alone] if alone else every:
-        hybrid = strategy == "hybrid_shard"
-        own = strategy == (alone or cfg.strategy or "full_shard")
-        if hybrid and group >= size and not own:
-            continue  # one group is full_shard
-        changed = replace(cfg, strategy=strategy, shard_group_size=group if hybrid else 0)
-        try:
-            out.append(place(changed, 1 if strategy == "single" and not alone else size, machine))
-        except SystemExit:
-            if own:
-                raise
+    """[(cfg, World)] of --strategy, or of all that the keys allow; they must allow the config's."""
+    if machine.strategy:
+        return [place(replace(cfg, strategy=machine.strategy), size, machine)]
+    own, out = cfg.strategy or "full_shard", []
+    for strategy in STRATEGIES if size > 1 else ("single", "full_shard"):
+        ranks = 1 if strategy == "single" else size
+        with nullcontext() if strategy == own else suppress(SystemExit):
+            one, world = place(replace(cfg, strategy=strategy), ranks, machine)
+            if strategy == own or one.shard_group_size < size:  # one group is full_shard
+                out.append((one, world))
     return out
 
 
-# ---------- what is shown: the table and the picture --------------------------
-
-COLUMNS = (*KINDS[1:], "peak", "host", "sent")
-
-
-def unit_for(size):
-    """(bytes, name) of the unit in which `size` reads well."""
-    return (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
-
-
-def draw(rows, machine, title, path):
+def draw(rows, machine, unit, name, title, path):
     """A panel for each strategy: what a GPU holds during a step's last micro-batch, stacked."""
     figure = optional("matplotlib.figure", "--plot").Figure(
         figsize=(3 * len(rows) + 1.5, 4.2), layout="constrained")
     panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
     highest = max(row["peak"] for row in rows)
-    unit, name = unit_for(highest)
     for panel, row in zip(panels, rows):
-        x, stack = progress(row)
-        panel.stackplot(x, stack.T / unit, labels=KINDS[1:], lw=0,
+        start = {where: n for n, where in row["marks"]}  # the last micro-batch's overwrite others
+        marks = ("forward", "forward, head", "backward, head", "optimizer")
+        phases = [*map(start.get, marks), len(row["timeline"]) - 1]
+        # as wide as they take long, about: most changes are backward's
+        x = np.interp(range(phases[0], phases[-1] + 1), phases, (0, 1, 1.4, 3.2, 3.6))
+        panel.stackplot(x, row["timeline"][phases[0]:, 1:].T / unit, labels=KINDS[1:], lw=0,
                         colors=("#2f4b7c", "#665191", "#d45087", "#ff7c43", "#ffc971"))
         if machine.gpu_memory < 3 * highest:  # else it would press the rest flat
             limit = machine.gpu_memory / unit
-            panel.axhline(limit, color="black", lw=1.2, ls="--")
-            panel.text(3.55, limit, f"GPU: {limit:.0f} {name}", fontsize=8, ha="right", va="bottom")
-        panel.set_title(f"{row['strategy']}\npeak {row['peak'] / unit:.1f} {name}", fontsize=11)
+            panel.axhline(limit, color="black", ls="--", label=f"GPU: {limit:.0f} {name}")
         panel.set_xticks((0.5, 1.2, 2.3, 3.4), ("forward", "loss", "backward", "step"), fontsize=9)
         panel.vlines((1, 1.4, 3.2), 0, highest / unit, color="black", alpha=0.15, lw=0.8)
-        panel.set(xlim=(0, 3.6), ylim=(0, None))
+        panel.set(xlim=(0, 3.6), ylim=(0, None),
+                  title=f"{row['strategy']}\npeak {row['peak'] / unit:,.1f} {name}")
     panels[0].set_ylabel(f"{name} on a GPU")
-    figure.suptitle(title)
+    figure.suptitle(f"{title}: what a GPU holds during a training step")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
     figure.savefig(path, dpi=150)
     return figure
-
-
-def progress(row):
-    """(x, bytes of each kind on the device) of the last micro-batch: its forward, loss, backward
-    and the optimizer's step begin at x = 0, 1, 1.4 and 3.2, which is about how long they take."""
-    start = {where: n for n, where in row["marks"]}  # the last micro-batch's overwrite the others
-    after_loss = min(n for n in start.values() if n > start["backward, head"])
-    phases = (start["forward"], start["forward, head"], after_loss, start["optimizer"],
-              len(row["timeline"]))
-    stack = row["timeline"][phases[0]:, 1:]
-    return np.interp(np.arange(phases[0], phases[-1]), phases, (0, 1, 1.4, 3.2, 3.6)), stack
-
-
-# ---------- the command -------------------------------------------------------
 
 
 def parse(argv):
@@ -149,10 +125,9 @@ def parse(argv):
         raise SystemExit(f"--world_size={own.world_size}: pass at most {LARGEST}")
     if own.plot:  # now, not after the rehearsals
         optional("matplotlib.figure", "--plot")
-        folder, kind = os.path.dirname(own.plot) or ".", os.path.splitext(own.plot)[1]
-        if not os.path.isdir(folder) or kind not in (".png", ".svg", ".pdf"):
-            raise SystemExit(f"--plot={own.plot}: pass a .png, .svg or .pdf file in a folder that "
-                             "exists")
+        a_picture = own.plot.endswith((".png", ".svg", ".pdf"))
+        if not a_picture or not os.path.isdir(os.path.dirname(own.plot) or "."):
+            raise SystemExit(f"--plot={own.plot}: pass a .png, .svg or .pdf in a folder you have")
     own.gpu_memory *= 2**30  # from here on in bytes
     own.host_memory *= 2**30
     return own, rest
@@ -162,19 +137,16 @@ def main(argv):
     machine, rest = parse(argv)
     size, cfg = machine.world_size, with_vocabulary(load_config(rest, vars(machine)))
     todo, model = variants(cfg, size, machine), meta_model(cfg)
-    units = fsdp.find_units(model, cfg.wrap_min_params)
-    first, unit = [*units, ("the root", model)][0]
-    n, own = (sum(p.numel() for p in module.parameters()) for module in (model, unit))
+    units = [*fsdp.find_units(model, cfg.wrap_min_params), ("the root", model)]
+    n, first = (sum(p.numel() for p in module.parameters()) for module in (model, units[0][1]))
     title = f"{n / 1e6:,.1f}M parameters on {size} GPUs"
-    steps = todo[-1][0].gradient_accumulation_steps
-    print(f"{title} of {machine.gpu_memory / 2**30:.0f} GiB; {steps // size} x batch_size "
-          f"{cfg.batch_size} x {cfg.block_size:,} tokens a GPU and step, {todo[-1][0].dtype}")
-    print(f"{len(units)} units and the root; {first} has {own / 1e6:,.2f}M parameters")
-    if steps != cfg.gradient_accumulation_steps:
-        print(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is no multiple of "
-              f"{size}, as training wants it: planned with {steps}")
+    print(f"{title} of {machine.gpu_memory / 2**30:.0f} GiB, {todo[-1][0].dtype}; {len(units) - 1} "
+          f"units and the root; {units[0][0]} has {first / 1e6:,.2f}M parameters")
+    steps = todo[-1][0].gradient_accumulation_steps  # single's may be another
+    print(f"planned with gradient_accumulation_steps={steps}, a multiple of {size}: {steps // size}"
+          f" x batch_size {cfg.batch_size} x {cfg.block_size:,} tokens a GPU and step")
 
-    unit, name = unit_for(16 * n)
+    unit, name = (2**30, "GiB") if n >= 2**26 else (2**20, "MiB")  # 16 bytes a parameter
     heads = "".join(f"{'host/node' if key == 'host' else key:>12s}" for key in COLUMNS)
     print(f"{name + ' a GPU':13s}{heads}  fits  peak at", flush=True)
     rows = []
@@ -187,7 +159,7 @@ def main(argv):
             rows.append(row)
 
     if machine.plot:
-        draw(rows, machine, f"{title}: what a GPU holds during a training step", machine.plot)
+        draw(rows, machine, unit, name, title, machine.plot)
         print(f"wrote {machine.plot}")
     fitting = [row["strategy"] for row in rows if row["fits"]]  # simplest first
     print(f"take --strategy={fitting[0]}, the simplest that fits" if fitting else

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -36,18 +35,15 @@ try:
 except ImportError as e:
     raise SystemExit(f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13")
 
-# what memory holds; what has had two names keeps the first: a shard that is gathered from stays a
-# parameter
+# what memory holds; of two names the first: a shard that is gathered from stays a parameter
 KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
 
 
 def rehearse(cfg, world):
-    """
-    A training step of rank 0:
+    """A training step of rank 0:
     timeline     bytes of each of KINDS after every change: (changes, kinds)
     marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
-    collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}
-    """
+    collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}"""
     micro_batches = cfg.gradient_accumulation_steps // world.size
     rehearsed = min(micro_batches, 3)  # the first, the last, and one that stands for all between
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
@@ -71,17 +67,11 @@ def rehearse(cfg, world):
 
 def step(wrapped, model, cfg, world, ledger):
     """train_step, while the ledger learns which tensors are what; returns its timeline."""
-    units = [*fsdp.find_units(model, cfg.wrap_min_params), (fsdp.ROOT, model)]
-    names = fsdp.offloaded_units(units[:-1], cfg.cpu_offload)
-    on_host = {}
-    for name, unit in reversed(units):  # the innermost, which has the parameter, comes last
-        on_host.update(dict.fromkeys(unit.parameters(), name in names))
-
     def label(kind, tensors_of):
         for p in model.parameters():
-            ledger.label("host" if on_host[p] else kind, tensors_of(p))
+            on_host = ledger.kind(float8.plain(p)) == "host"
+            ledger.label("host" if on_host else kind, tensors_of(p))
 
-    label("parameters", float8.plain)
     optimizer = make_optimizer(model, cfg)
     with patch.object(ledger, "pins", False):  # no GPU copies the moments
         make_state(optimizer)
@@ -91,20 +81,16 @@ def step(wrapped, model, cfg, world, ledger):
 
     def after_block(i, out):
         x, *_ = tree_leaves(out)  # one tensor or several
-        if i == len(model.blocks) - 1:
-            ledger.mark("forward, head")
         if x.requires_grad:
             x.register_hook(lambda grad: ledger.mark(f"backward, block {i}"))
-
-    def before_update(*_):
-        label("gradients", lambda p: p.grad)
-        ledger.mark("optimizer")
 
     model.register_forward_pre_hook(lambda *_: ledger.mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda block, args, out, i=i: after_block(i, out))
+    model.blocks[-1].register_forward_hook(lambda *_: ledger.mark("forward, head"))
     model.register_forward_hook(lambda *_: ledger.mark("backward, head"))
-    optimizer.register_step_pre_hook(before_update)
+    optimizer.register_step_pre_hook(lambda *_: label("gradients", lambda p: p.grad))
+    optimizer.register_step_pre_hook(lambda *_: ledger.mark("optimizer"))
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
     batches = SimpleNamespace(train=lambda step, micro: (x, x))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -124,9 +110,8 @@ class Ledger(TorchDispatchMode):
         "c10d.alltoall_base_": ("all_to_all", 1, 2)}
 
     def __init__(self, pins):
-        """pins: is host memory pinned, where a GPU's copies begin or end?"""
         super().__init__()
-        self.pins = pins
+        self.pins = pins  # is host memory pinned, where a GPU's copies begin or end?
         self.entries, self.changes, self.marks = WeakKeyDictionary(), [], []
         self.collectives = []  # of each micro-batch
 
@@ -136,13 +121,11 @@ class Ledger(TorchDispatchMode):
             self.collectives.append(Counter())
 
     def note(self, storage, kind="activations"):
-        """Write down the size of a storage, and what it is: the name that comes first in KINDS of
-        those that it had. Returns that name."""
-        if storage not in self.entries:
-            entry = SimpleNamespace(size=0, kind=kind, pinned=self.pins)
+        """Note a storage's size and kind: of all that it was called, the first in KINDS."""
+        entry = self.entries.get(storage)
+        if entry is None:
+            entry = self.entries[storage] = SimpleNamespace(size=0, kind=kind, pinned=self.pins)
             finalize(storage, lambda: self.changes.append((entry, -entry.size)))
-            self.entries[storage] = entry
-        entry = self.entries[storage]
         if storage.nbytes() != entry.size:
             self.changes.append((entry, storage.nbytes() - entry.size))
             entry.size = storage.nbytes()
@@ -156,16 +139,19 @@ class Ledger(TorchDispatchMode):
                 self.note(local(t).untyped_storage(), kind)
         return tensors
 
+    def kind(self, t):
+        return self.note(local(t).untyped_storage())
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # comes back with the local tensors
+            return NotImplemented  # the operation comes back with their local tensors
         if op is torch.ops.prim.device.default:
             return args[0].fake_device  # three calls in five; here it costs nothing
         out = self.label("activations", op(*args, **(kwargs or {})))
         name = str(op).removesuffix(".default")
         if name in self.TELLING:
             self.label(self.TELLING[name], (args, kwargs))
-        elif name == "aten._to_copy" and self.note(args[0].untyped_storage()) == "parameters":
+        elif name == "aten._to_copy" and self.kind(args[0]) == "parameters":
             self.label("gathered", out)  # parameters in the compute type
         if name in self.COLLECTIVES and self.collectives:
             kind, buffer, group = self.COLLECTIVES[name]
@@ -186,23 +172,24 @@ class Ledger(TorchDispatchMode):
 
 def stand_ins(fake, ledger, cfg, world):
     """What the rehearsal puts in place of PyTorch's own."""
-    to, to_empty, resize = torch.Tensor.to, nn.Module.to_empty, torch.UntypedStorage.resize_
+    to, to_empty, resize = torch.Tensor.to, torch.nn.Module.to_empty, torch.UntypedStorage.resize_
     attention = F.scaled_dot_product_attention
 
     def listed_resize(storage, size):  # FSDP's way to allocate and free what it gathers
         resize(storage, size)
         ledger.note(storage, "gathered")
 
-    def fake_to_empty(module, **kwargs):
+    def fake_to_empty(module, device, recurse=True):
         with fake:  # no sooner: cutting fake tensors into 1,024 shards takes half a minute
-            return to_empty(module, **kwargs)
+            to_empty(module, device=device, recurse=recurse)
+        for p in module.parameters(recurse):  # fsdp.shard says "cpu" of what it offloads
+            ledger.label("host" if device == "cpu" else "parameters", float8.plain(p))
 
     def between_memories(t, *args, **kwargs):
         if "non_blocking" not in kwargs:
             return to(t, *args, **kwargs)
         copy = t.clone()  # PyTorch would spare it: all is on one CPU here
-        from_host = ledger.note(t.untyped_storage()) == "host"
-        return copy if from_host else ledger.label("host", copy)
+        return copy if ledger.kind(t) == "host" else ledger.label("host", copy)
 
     def reduced_one_by_one(model, **_):  # DDP's reducer is C++ and wants real memory
         copies = []  # in another reduce_dtype; NCCL keeps them until all is reduced
@@ -219,21 +206,18 @@ def stand_ins(fake, ledger, cfg, world):
         model.register_comm_hook = lambda *_: None
         return model
 
-    def fused_attention(*args, dropout_p=0.0, **kwargs):
-        return attention(*args, **kwargs)  # with dropout, a CPU's keeps T x T numbers, a GPU's not
-
-    def fused_norm(x, shape, weight=None, eps=None):
-        # a GPU's kernel keeps x and a number a row, as this does; a CPU's keeps two more x in fp32
-        return F.layer_norm(x, shape, weight, None, eps or 1e-5)
-
     yield patch.object(torch.UntypedStorage, "resize_", listed_resize)
-    yield patch.object(nn.Module, "to_empty", fake_to_empty)
+    yield patch.object(torch.nn.Module, "to_empty", fake_to_empty)
     yield patch.object(torch.Tensor, "to", between_memories)
     yield patch.object(torch.Tensor, "cpu", lambda t: ledger.label("host", t.clone()))
     yield patch.object(fsdp, "DistributedDataParallel", reduced_one_by_one)
     # in place, it allocates nothing; but for fake DTensors PyTorch runs it on copies of all of them
     yield patch.object(torch, "_fused_adamw_", lambda *args, **kwargs: None)
     if world.device.type != "cpu":
-        yield patch.object(F, "scaled_dot_product_attention", fused_attention)
-        yield patch.object(F, "rms_norm", fused_norm)
         yield patch("model.explicit_is_faster", lambda *args: False)  # a detour of CPUs only
+        # with dropout, a CPU's kernel keeps T x T numbers, a GPU's not
+        yield patch.object(F, "scaled_dot_product_attention",
+                           lambda *args, dropout_p=0.0, **kwargs: attention(*args, **kwargs))
+        # a GPU's kernel keeps x and a number a row, as this does; a CPU's two more x in fp32
+        yield patch.object(F, "rms_norm", lambda x, shape, weight=None, eps=None:
+                           F.layer_norm(x, shape, weight))

@@ -89,10 +89,9 @@ def arguments(argv):
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *fsdp.DTYPES))
     args = parser.parse_args(argv)
-    least = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
-    for key, value in least.items():
-        if not value <= getattr(args, key) < 2**63:
-            parser.error(f"--{key}={getattr(args, key)}: it must be at least {value}, below 2**63")
+    for key, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0).items():
+        if not least <= getattr(args, key) < 2**63:
+            parser.error(f"--{key}={getattr(args, key)}: it must be at least {least}, below 2**63")
     return args
 
 
@@ -123,7 +122,7 @@ def main(argv):
 
     dataset = source.header["config"].get("dataset")
     directory = data_dir(dataset) if dataset else source.path  # Hugging Face's has a tokenizer too
-    meta = source.header.get("meta") or read_meta(directory) or {"vocab_size": cfg.vocab_size}
+    meta = {"vocab_size": cfg.vocab_size, **(source.header.get("meta") or read_meta(directory))}
     encode, decode, vocab_size = tokenizer(meta, directory)
     x = torch.tensor([encode(args.start) or encode("\n")], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)

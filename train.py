@@ -165,7 +165,7 @@ def train(cfg):
     wrapped, model, optimizer = build(cfg, world, source)
     # float16 only; else its calls pass through
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
-    if source and source.header["scaler"]:
+    if source and source.header.get("scaler"):
         scaler.load_state_dict(source.header["scaler"])
     if saver:
         saver.claim(cfg, source, resumed)

@@ -6,9 +6,7 @@ resumes has nothing to restore.
     x, y = batches.train(step, micro)               # (batch_size, block_size) each, on the device
 
 A file is cut into windows of block_size tokens. Each epoch visits every window once, in an order
-computed window by window: no shuffled index in memory, however many billion tokens. nanoGPT draws
-offsets at random instead: some windows twice, some never.
-
+computed window by window: no shuffled index in memory. nanoGPT draws offsets at random instead.
 Formats: nanoGPT's headerless uint16, and llm.c's 256-int32 header before uint16 or uint32, in
 train.bin and val.bin or in shards *_train_*.bin and *_val_*.bin.
 """
@@ -77,7 +75,7 @@ class TokenFiles:
             raise SystemExit(f"{paths[0]} is missing; run python {made}, or pass another --dataset")
         self.files = [open_tokens(path) for path in paths]
         # the last target lies beyond the last input: n windows take n * block_size + 1 tokens
-        windows = [max(0, len(tokens) - 1) // block_size for tokens in self.files]
+        windows = [(len(tokens) - 1) // block_size for tokens in self.files]
         self.starts = np.cumsum([0] + windows)
         if len(self) < 1:
             raise SystemExit(f"{paths[0]}: {max(map(len, self.files))} tokens, and block_size="
@@ -93,12 +91,11 @@ class TokenFiles:
         out = np.empty((len(windows), T + 1), dtype=np.int64)
         for row, window in zip(out, windows):
             file = int(np.searchsorted(self.starts, window, side="right")) - 1
-            start = (int(window) - int(self.starts[file])) * T
-            row[:] = self.files[file][start:start + T + 1]
+            tokens, start = self.files[file], (int(window) - int(self.starts[file])) * T
+            row[:] = tokens[start:start + T + 1]
             if row.max() >= self.vocab_size:
-                raise SystemExit(f"{self.files[file].filename}: token {row.max()} is beyond vocab_"
-                                 f"size={self.vocab_size}; prepare the data with this model's "
-                                 "tokenizer, or correct meta.json")
+                raise SystemExit(f"{tokens.filename}: token {row.max()} is beyond vocab_size="
+                                 f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
         out = torch.from_numpy(out)
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()
 
@@ -112,11 +109,9 @@ def open_tokens(path):
     dtype, offset, n = np.dtype(np.uint16), 0, size // 2
     if len(head) == 3 and head[0] in DTYPE_OF_MAGIC:
         dtype, offset, n = DTYPE_OF_MAGIC[head[0]], HEADER_BYTES, int(head[2])
-    if size != offset + n * dtype.itemsize:
-        raise SystemExit(f"{path}: {size} bytes, not {offset} and a whole number of "
-                         f"{dtype.itemsize}-byte tokens ({n}); it is damaged, prepare it again")
-    if n == 0:  # nothing to map
-        return np.zeros(0, dtype)
+    if n < 1 or size != offset + n * dtype.itemsize:
+        raise SystemExit(f"{path}: {size} bytes for a header of {offset} and {n} tokens of "
+                         f"{dtype.itemsize}; it is empty or damaged, prepare it again")
     return np.memmap(path, dtype, mode="r", offset=offset)
 
 

@@ -10,9 +10,8 @@ A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row 
 are streamed through all cores, so memory stays flat, and each ends with an end-of-text token.
 Vocabularies above 65,535 make files of uint32 with llm.c's header, others of uint16 without one.
 
-A hash of its text decides whether a document goes to val.bin, whatever the order, the limit or the
-number of workers. If that leaves a split with fewer than 10,000 tokens, the text is cut in two
-instead, and val.bin is the last tenth of its tokens.
+A hash of its text puts a document into val.bin, whatever the order, the limit or the workers. If
+that leaves a split with fewer than 10,000 tokens, val.bin is the last tenth of all tokens instead.
 """
 
 import glob
@@ -28,7 +27,6 @@ from functools import partial
 from itertools import islice
 
 import numpy as np
-from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data.loader import HEADER_BYTES, HERE, UINT32  # noqa: E402
@@ -40,15 +38,13 @@ KINDS = {".txt": None, ".jsonl": "json", ".json": "json", ".parquet": "parquet",
 def documents(sources, template, **hub):
     """Yield the documents of local files or hub data sets; SystemExit (one line) if one is bad."""
     for source in sources:
-        matches = [] if os.path.exists(source) else sorted(glob.glob(source))
-        for path in matches or [source]:
-            try:
-                for row in rows(path, hub):
-                    yield re.sub(r"{([^{}]+)}", partial(cell, row, path), template)
-            except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
-                reason = " ".join(str(e).split())[:300]
-                raise SystemExit(f"{path}: {type(e).__name__}: {reason}; a file must be whole, and "
-                                 "UTF-8; for a hub data set check the name and the network")
+        try:
+            for row in rows(source, hub):
+                yield re.sub(r"{([^{}]+)}", partial(cell, row, source), template)
+        except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
+            reason = " ".join(str(e).split())[:300]
+            raise SystemExit(f"{source}: {type(e).__name__}: {reason}; a file must be whole, and "
+                             "UTF-8; for a hub data set check the name and the network")
 
 
 def rows(source, hub):
@@ -79,8 +75,7 @@ def cell(row, where, match):
 
 
 def chunks(docs):
-    """Lists of documents, about a million characters together: short ones share the way to a
-    worker, and long ones do not fill the memory."""
+    """Lists of about a million characters: short documents travel together, long ones alone."""
     chunk, size = [], 0
     for text in docs:
         chunk.append(text)
@@ -106,6 +101,7 @@ def encode(chunk, dtype, tokenizer, val_fraction):
 
 def tokenize(docs, files, workers, dtype, *options):
     """Append the tokens of docs to train's and val's files, in order, whatever the workers."""
+    from tqdm import tqdm
     with ProcessPoolExecutor(workers) as pool, tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
         futures = (pool.submit(encode, chunk, dtype, *options) for chunk in chunks(docs))
         pending = list(islice(futures, 4 * workers))  # bounded: memory stays flat
@@ -127,8 +123,7 @@ def hold_out_end(train, val, fraction, offset, width):
 
 
 def write(docs, out, tokenizer, fractions, workers):
-    """Tokenize docs into train.bin, val.bin and meta.json in out; SystemExit if one stays empty.
-    fractions: val.bin's of the documents, and of the tokens where those are few."""
+    """Make out's files; fractions: val.bin's of the documents, and of the tokens if cut in two."""
     *_, vocab_size, own = encoder(tokenizer)  # here first: a mistake is one line, not one a worker
     offset, width = (0, 2) if vocab_size <= 65535 else (HEADER_BYTES, 4)
     tmp, how = os.path.join(out, "prepare.tmp"), ""
@@ -178,8 +173,7 @@ def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
     option("--template", help=r"text made of several columns, e.g. 'Q: {question}\nA: {answer}'")
     option("--tokenizer", default="gpt2", metavar="T",
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or its hub name")
-    option("--val_fraction", type=float, metavar="F", help="fraction for validation (default: "
-           f"{val_fraction} of the documents, or 0.1 of the tokens where the text is cut in two)")
+    option("--val_fraction", type=float, help=f"default: {val_fraction} of the documents")
     option("--limit", type=int, metavar="N", default=sys.maxsize, help="only the first N documents")
     option("--workers", type=int, metavar="N", default=os.cpu_count(), help="default: one a core")
     option("--out", metavar="DIR", help="directory for the files, instead of data/<name>/")

@@ -59,20 +59,15 @@ def encoder(name):
     if not os.path.isfile(name):
         file = os.path.join(local_copy("tokenizer", name, "tokenizer*.json"), TOKENIZER)
     hf, size = open_tokenizer(file)
-    return lambda text: hf.encode(text).ids, end_of_text(hf, file), size, file
-
-
-def end_of_text(hf, file):
-    """The id that ends a document: tokenizer_config.json's eos_token, else a usual name's."""
-    config, ids, eos = Path(file).with_name("tokenizer_config.json"), hf.get_vocab(), None
+    config, eos = Path(file).with_name("tokenizer_config.json"), None
     if config.exists():
         eos = json.loads(config.read_text("utf-8")).get("eos_token")
     if isinstance(eos, dict):
         eos = eos["content"]
-    for name in (eos, *ENDS):
-        if name in ids:
-            return ids[name]
-    raise SystemExit(f"{file}: no end-of-text token; name its eos_token in a tokenizer_config.json")
+    for end in (eos, *ENDS):
+        if end in hf.get_vocab():
+            return lambda text: hf.encode(text).ids, hf.token_to_id(end), size, file
+    raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
 
 
 def open_tokenizer(file):

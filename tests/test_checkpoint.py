@@ -315,7 +315,7 @@ def case_both_kinds(tmp, out, freeze):
 def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path, freeze):
     kwargs = dict(tmp=tmp, out=str(tmp_path), freeze=freeze)
     results = on_ranks(2, {"both": (case_both_kinds, kwargs)})
-    assert values(results, "both") == [[["step-000000001"], True, 1]] * 2
+    assert values(results, "both") == [[["step-000000001"], True, 2]] * 2
     assert "step-000000001" in make_full(tmp_path)
     ours, direct = read_ckpt(tmp_path), read_ckpt(tmp_path, "direct.pt")
     kinds = [ckpt["config"].pop("checkpoint") for ckpt in (ours, direct)]
@@ -378,31 +378,32 @@ def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path, monkeypatch
         calls.append(("rename", source, target))
         rename(source, target)
 
-    def sync(path):
-        calls.append(("sync", path, os.path.getsize(path)))
+    def fsync(fd):
+        calls.append(("sync", os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
 
-    monkeypatch.setattr(checkpoint, "sync", sync)
+    monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", recorded)
-    with checkpoint.atomic(path) as f:
+    def write(f):
         f.write(b"hello")
         assert not os.path.exists(path)
-    [(_, tmp, size), renamed, (_, directory, _)] = calls
-    assert size == 5 and renamed == ("rename", tmp, path) and directory == str(tmp_path)
+
+    checkpoint.atomic(path, write)
+    [(_, tmp, size), renamed, (sync, directory, _)] = calls
+    assert size == 5 and renamed == ("rename", tmp, path)
+    assert (sync, directory) == ("sync", str(tmp_path))
     assert os.listdir(tmp_path) == ["file"]
-    synced = []
-    monkeypatch.undo()
-    monkeypatch.setattr(os, "fsync", synced.append)
-    checkpoint.sync(path)
-    assert len(synced) == 1
 
 
 def test_checkpoint_file_that_fails_half_way_leaves_the_old_one(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
+
+    def write(f):
+        f.write(b"half")
+        raise OSError("no space")
+
     with pytest.raises(SystemExit, match=f"cannot write {path}: no space; the previous"):
-        with checkpoint.atomic(str(path)) as f:
-            f.write(b"half")
-            raise OSError("no space")
+        checkpoint.atomic(str(path), write)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
 
 
@@ -441,7 +442,6 @@ def ended(saver):
     """Wait for the background; what it failed with comes from finish()."""
     assert concurrent.futures.wait([saver.saving], timeout=60).done
     saver.finish()
-    assert saver.saving is None
 
 
 def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp_path):
@@ -455,7 +455,7 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
         before = complete(out)
         save(saver, *state, step)
         saver.finish()
-        assert complete(out) == before and saver.saving  # half-written
+        assert complete(out) == before and not saver.saving.done()  # half-written
         background.pending[-1].set_result(None)
         ended(saver)
         assert complete(out) == [*before, f"step-{step:09d}"][-2:]  # keep_checkpoints=2
@@ -479,8 +479,10 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
 def test_checkpoint_keeps_as_many_as_it_is_told(sharded, tmp_path):
     saver, background, state = sharded
     other = tmp_path / "out1" / "step-000000000"  # what out[1] would name as a pattern
-    other.mkdir(parents=True)
-    (other / "header.json").touch()
+    mine = tmp_path / "out[1]" / "step-000000000-mine"
+    for path in (other, mine):
+        path.mkdir(parents=True)
+        (path / "header.json").touch()
     for keep, kept in ((1, [3]), (3, [1, 2, 3])):
         saver.cfg = replace(saver.cfg, keep_checkpoints=keep)
         for step in (1, 2, 3):
@@ -488,7 +490,21 @@ def test_checkpoint_keeps_as_many_as_it_is_told(sharded, tmp_path):
             background.pending[-1].set_result(None)
             saver.finish(wait=True)
         assert complete(tmp_path / "out[1]") == [f"step-{step:09d}" for step in kept]
-    assert os.listdir(other) == ["header.json"]
+    assert os.listdir(other) == os.listdir(mine) == ["header.json"]
+
+
+def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
+    """It is written while training goes on."""
+    world, cfg, _, model, optimizer = built(tmp, checkpoint="sharded")
+    saver = checkpoint.Saver(str(tmp_path), world)
+    saver.claim(cfg, None)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save(saver, model, optimizer, 1)
+    for p in model.parameters():
+        p.data.fill_(7)
+    saver.finish(wait=True)
+    source = checkpoint.find(str(tmp_path), world)
+    assert all(torch.equal(source.get(f"model.{name}"), p) for name, p in expected.items())
 
 
 def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, monkeypatch):
@@ -501,7 +517,7 @@ def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, tmp_path, 
     monkeypatch.setattr(checkpoint.dist, "gather_object", gather_object)
     save(saver, *state, 1)
     background.pending[-1].set_result(None)
-    with pytest.raises(SystemExit, match="not the same directory on all nodes: .* lacks __1_0.dis"):
+    with pytest.raises(SystemExit, match="not the same on all nodes, .* lacks __1_0.distcp"):
         ended(saver)
     assert complete(tmp_path / "out[1]") == []
 
@@ -650,7 +666,7 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, file):
     with pytest.raises(BlockingIOError):  # the lock is that of the new directory
         with open(out / "lock") as f:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    saver.check_lock()
+    saver.ours("")
 
 
 def test_run_leaves_what_no_run_wrote(tmp_path):
@@ -669,7 +685,7 @@ def test_run_that_waited_does_not_take_a_directory_that_moved_meanwhile(tmp_path
     monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: first.claim(None, None))
     with pytest.raises(SystemExit, match="was moved or removed"):
         checkpoint.Saver(str(out), World())
-    first.check_lock()
+    first.ours("")
     assert (tmp_path / f"out.{first.run_id}" / "ckpt.pt").exists()
 
 
@@ -680,7 +696,7 @@ def test_run_moves_the_directory_that_a_link_names(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     saver = checkpoint.Saver(str(tmp_path / "out"), World())
     saver.claim(None, None)
-    saver.check_lock()
+    saver.ours("")
     assert os.listdir(tmp_path / "disk") == ["lock"]
     assert (tmp_path / f"disk.{saver.run_id}/ckpt.pt").exists()
 
@@ -778,7 +794,7 @@ def test_run_resumed_with_another_vocabulary_names_a_remedy_that_works(tmp):
     p = trained(1, arguments(tmp, out, init_from="resume", dataset=other))
     assert p.returncode == 1 and p.stderr.count("\n") == 1
     assert p.stderr.startswith(f"vocab_size=80 in this run, but {out}/ckpt.pt has vocab_size=67; "
-                               "use the data set that it was trained on")
+                               "pass its data set, or another out_dir")
 
 
 # -----------------------------------------------------------------------------
@@ -940,12 +956,13 @@ ODD = [  # an edit of ckpt.pt, what the line says
     (lambda c: c["model_args"].update(vocab_size="67"), "vocab_size='67' must be a whole number"),
     (lambda c: c["model_args"].update(n_embd=30.5), "n_embd=30.5 must be a whole number"),
     (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),
-     "model.transformer.h.3.ln_1.weight is none of this model's parameters"),
+     "is of another model: this one has no model.transformer.h.3.ln_1.weight"),
     (with_weight(torch.Tensor.int), "no dense tensor of floats, but torch.int32"),
     (with_weight(torch.Tensor.bool), "no dense tensor of floats, but torch.bool"),
     (with_weight(torch.Tensor.to_sparse), "no dense tensor of floats, but torch.float32, torch.sp"),
-    (with_weight(lambda w: w * torch.nan), "has numbers that are not finite"),
-    (lambda c: c["optimizer"]["state"][0]["exp_avg"].fill_(torch.inf), "that are not finite")]
+    (with_weight(lambda w: w * torch.nan), "c_attn.weight is not finite (NaN or infinity) in"),
+    (lambda c: c["optimizer"]["state"][0]["exp_avg"].fill_(torch.inf),
+     "exp_avg.transformer.wte.weight is not finite (NaN or infinity) in ")]
 
 
 @pytest.mark.parametrize("edit, message", ODD)
@@ -980,7 +997,7 @@ def test_checkpoint_that_is_pruned_while_it_is_opened_is_one_clear_line(sound, t
     shutil.copytree(sound["sharded"][0], out)
     source = checkpoint.find(str(out), World())
     shutil.rmtree(source.path)
-    line = f"{source.path} was removed or damaged while it was read, maybe by the run that saves"
+    line = f"{source.path} was removed or damaged while it was read; start again"
     with pytest.raises(SystemExit, match=line):
         source.get("model.transformer.wte.weight")
     with pytest.raises(SystemExit, match=line):
@@ -1008,7 +1025,8 @@ def test_checkpoint_that_is_not_finite_is_never_saved(tmp, tmp_path, strategy, k
     """Whoever has it, no rank saves."""
     kwargs = dict(tmp=tmp, out=str(tmp_path), strategy=strategy, checkpoint=kind)
     for code, kept in values(on_ranks(2, {"save": (case_not_finite, kwargs)}), "save"):
-        assert code.startswith("weights or optimizer state are not finite after step 2 and are not")
+        assert code.startswith("exp_avg.transformer.wte.weight is not finite (NaN or infinity) "
+                               "after step 2 and is not saved: try a lower learning_rate")
         assert kept == 1
 
 
@@ -1221,12 +1239,12 @@ def replaced(change):
     (replaced(torch.Tensor.double), None),
     (edited(n_layer=2.5), "n_layer=2.5 must be a whole number"),
     (edited(n_embd=1e9, n_head=1), "size calculation overflowed"),
-    (edited(n_layer=2), "is none of this model's parameters"),
+    (edited(n_layer=2), "is of another model: this one has no model.transformer.h.2."),
     (replaced(torch.Tensor.int), "transformer.h.2.ln_1.weight is I32, not floats"),
     (replaced(torch.Tensor.bool), "transformer.h.2.ln_1.weight is BOOL, not floats"),
-    (replaced(lambda w: w * torch.nan), "has numbers that are not finite (NaN or infinity)"),
+    (replaced(lambda w: w * torch.nan), "ln_1.weight is not finite (NaN or infinity) in "),
     (stray_index, None),
-    (lost_shard, "transformer.h.3.ln_1.weight is missing or has shape None, not (30,)")])
+    (lost_shard, "transformer.h.3.ln_1.weight is missing, not (30,)")])
 def test_huggingface_odd_files_are_one_clear_line(sound, tmp, tmp_path, edit, message):
     pytest.importorskip("safetensors")
     huggingface.export(checkpoint.find(sound["full"][0], World()), str(tmp_path))

@@ -52,7 +52,7 @@ def one_line(function, *args):
     (["--compile=maybe"], "True or False"),
     (["--compile=1"], "True or False"),
     (["--n_layer=True"], "whole number"),
-    (["--n_layer"], "--n_layer=value"),
+    (["--n_layer"], "^--n_layer: .* pass config files and --key=value"),
     (["--n_layer=0"], "n_layer=0 must be at least 1"),
     (["--n_layer=1e9"], "n_layer=1000000000 must be at most 10000"),
     (["--out_dir="], "--out_dir=: out_dir='' must be a name or a path"),
@@ -86,7 +86,7 @@ def test_config_bad_file_is_one_clear_line(tmp_path, text, message):
 
 
 def test_config_absurd_depth_of_a_checkpoint_is_refused_before_it_is_built(tmp):
-    header = {"config": {}, "model_args": {"n_layer": 10**7}}
+    header = {"config": {}, "model_args": {"n_layer": 10**7}, "iter_num": 0, "best_val_loss": 1.0}
     source = Source("ckpt.pt", header)
     assert "n_layer=10000000 must be at most 10000" in one_line(with_model, tiny(tmp), source)
 
@@ -253,8 +253,7 @@ def test_config_a_model_files_own_keys(odd, capsys):
     assert "must be a finite number" in one_line(load_config, [model, "--bias=nan"])
     assert "one of 'a', 'b'" in one_line(load_config, [model, "--kind=c"])
     said = one_line(load_config, ["--kind=b", model])
-    assert said == ("--kind=b: unknown key kind (model=gpt2); --help lists the keys; --model comes "
-                    "first")
+    assert said == "--kind=b: unknown key kind (model=gpt2); --help lists the keys (--model first)"
     train.main([model, "--help"])
     text = capsys.readouterr().out
     keys = (r"^model odd\n  --block_size=8\n +context length in tokens\n"
@@ -304,17 +303,15 @@ FULL = dict(strategy="full_shard")
     (ONE, dict(strategy="single", reduce_dtype="bfloat16"), "reduce_dtype"),
     (TWO, dict(**FULL, cpu_offload=0.5, dtype="float16"), "use --dtype=bfloat16 or float32"),
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
-     "full activation_checkpointing, not selective"),
+     "wrap_min_params=0, or full checkpointing"),
     (TWO, dict(**FULL, wrap_min_params=9, compile=True, loss_chunks=2), "--wrap_min_params=0"),
-    (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="selective"),
-     "--activation_checkpointing=full"),
     (TWO, dict(**FULL, wrap_min_params=9, activation_checkpointing="full", prefetch_blocks=1),
      "--prefetch_blocks=0"),
     (ONE, dict(strategy="single", grad_sync="last"), "grad_sync"),
 ])
 def test_config_combination_without_meaning_is_one_clear_line(tmp, world, overrides, message):
     said = one_line(resolve, tiny(tmp, **overrides), world, world.size > 1)
-    assert message in said
+    assert re.search(message, said)
     assert said.partition("=")[0] in overrides
 
 
@@ -352,7 +349,7 @@ def test_config_compile_on_a_cpu_asks_for_a_compiler(tmp, monkeypatch):
 
 
 def test_config_of_a_checkpoint_has_its_sizes_and_this_runs_dropout(tmp):
-    header = dict(config={}, model_args=dict(n_layer=2, dropout=0.0))
+    header = dict(config={}, model_args=dict(n_layer=2, dropout=0.0), iter_num=0, best_val_loss=1.0)
     cfg = with_model(tiny(tmp, dropout=0.3), Source("ckpt.pt", header))
     assert (cfg.n_layer, cfg.dropout) == (2, 0.3)
 

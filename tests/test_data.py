@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import io
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from harness import HERE, Ranks, environment, flags, script, shell, tiny
 
 from data import loader
 from data.loader import TokenFiles
-from data.prepare import chunks
+from data.prepare import chunks, tokenize
 from data.tokenizer import tokenizer
 from ranks import World
 
@@ -123,7 +124,7 @@ def test_llmc_headers_and_shards(tmp_path, magic, dtype):
         assert files.batch([window])[0][0].tolist() == shards[shard][start:start + 16].tolist()
     with open(tmp_path / "fine_train_001.bin", "ab") as f:
         f.write(b"xx")
-    with pytest.raises(SystemExit, match="is damaged"):  # it has more than its header says
+    with pytest.raises(SystemExit, match="or damaged"):  # it has more than its header says
         TokenFiles(str(tmp_path), "train", 16, 200000)
 
 
@@ -137,10 +138,10 @@ def test_bad_files_are_one_clear_line(tmp_path):
     with pytest.raises(SystemExit, match=remedy):
         TokenFiles(os.path.join(HERE, "data"), "train", 16, 67)  # its prepare.py wants a name
     for data, message in [
-        (b"", "0 tokens, and block_size=16 needs 17; prepare more text"),
+        (b"", "0 bytes for a header of 0 and 0 tokens of 2; it is empty or damaged"),
         (bytes(2 * 1), "1 tokens, and block_size=16 needs 17; prepare more text"),
         (bytes(2 * 16), "16 tokens, and block_size=16 needs 17; prepare more text"),
-        (bytes(101), "whole number of 2-byte"),
+        (bytes(101), "101 bytes for a header of 0 and 50 tokens of 2; it is empty or damaged"),
         (np.full(99, 67, dtype=np.uint16).tobytes(), "train.bin: token 67 is beyond vocab_size=67"),
     ]:
         (tmp_path / "train.bin").write_bytes(data)
@@ -338,12 +339,13 @@ def test_prepare_obeys_val_fraction_where_the_text_is_cut_in_two(tmp_path):
     assert "the last 90% of the text" in prepare(files, tmp_path / "most", val_fraction=0.9).stdout
 
 
-def test_prepare_takes_patterns_but_first_a_file_of_exactly_that_name(tmp_path):
+def test_prepare_takes_names_and_no_patterns(tmp_path):
     for name, text in (("a1.txt", "one"), ("a[1].txt", "exact")):
         (tmp_path / name).write_text(text)
-    for source, text in (("a[1].txt", "exact"), ("a[1-9].txt", "one"), ("a[[]1].txt", "exact")):
-        train, val = prepared([tmp_path / source], tmp_path / "o", val_fraction=0.5)
-        assert split_documents(train + val) == [text.encode()]
+    train, val = prepared([tmp_path / "a[1].txt"], tmp_path / "o", val_fraction=0.5)
+    assert split_documents(train + val) == [b"exact"]
+    p = prepare([tmp_path / "a*.txt"], tmp_path / "o")
+    assert p.returncode == 1 and "a*.txt: no such file" in p.stderr
 
 
 def test_prepare_data_set_takes_local_files_instead_of_the_hubs(tmp_path):
@@ -471,3 +473,12 @@ def test_prepare_sends_a_million_characters_at_a_time():
     lengths = [[len(text) for text in chunk] for chunk in chunks("x" * n for n in (3 << 20, 9, 8))]
     assert lengths == [[3 << 20], [9, 8]]
     assert [len(chunk) for chunk in chunks(["x" * (1 << 18)] * 9)] == [4, 4, 1]
+
+
+def test_prepare_keeps_the_order_of_more_chunks_than_wait_at_once():
+    docs = [letter * (1 << 20) for letter in "abcdef"]  # for one worker 4 wait
+    files = io.BytesIO(), io.BytesIO()
+    tokenize(docs, files, 1, np.dtype(np.uint16), "bytes", 0.5)
+    train, val = (split_documents(np.frombuffer(f.getvalue(), np.uint16)) for f in files)
+    assert sorted(train + val) == [doc.encode() for doc in docs]
+    assert (train, val) == (sorted(train), sorted(val)) and train and val

@@ -195,7 +195,7 @@ def test_fault_a_stop_signal_in_a_step_that_gave_nan_saves_nothing(tmp, monkeypa
         return result
 
     monkeypatch.setattr(train, "train_step", broken)
-    with pytest.raises(SystemExit, match="not finite after step 3 and are not saved"):
+    with pytest.raises(SystemExit, match=r"not finite \(.*\) after step 3 and is not saved"):
         run_training(tmp, name, init_from="resume", max_iters=9, log_interval=5, **run)
     assert newest(os.path.join(tmp, name)) == 2
 
@@ -352,7 +352,7 @@ def test_fault_no_pickle_is_executed():
             # PyTorch's own reader and its loading by path unpickle without asking
             assert "dcp.FileSystemReader(" not in code.replace("(dcp.FileSystemReader)", ""), path
             assert not re.search(r"dcp\.load\([^)]*checkpoint_id", code), path
-    assert loads >= 2  # to open a ckpt.pt, and to look for damage
+    assert loads >= 1  # to open a ckpt.pt
     assert sorted(unpicklers) == ["MetadataUnpickler", "SafeUnpickler"]
 
 
@@ -557,8 +557,8 @@ def test_fault_directory_that_nodes_do_not_share(tmp, tmp_path, steps):
                gradient_accumulation_steps=2)
     p = Ranks(2, train_apart, str(tmp_path), arguments(tmp, "out", **run)).finish()
     assert p.returncode == 1
-    assert p.stderr.startswith("out_dir=out is not the same directory on all nodes: "
-                               "out/step-000000001 lacks __1_0.distcp, and "), p.stderr
+    assert p.stderr.startswith("out_dir=out is not the same on all nodes, "
+                               "out/step-000000001 lacks __1_0.distcp: use a shared disk"), p.stderr
     assert p.stderr.count("\n") == 1, p.stderr
     for node in ("node-0", "node-1"):
         assert not glob.glob(str(tmp_path / node / "out/*/header.json"))
@@ -840,14 +840,14 @@ MISTAKES = {  # name: (overrides, or what makes them; what the line says)
     "wider": (dict(n_embd=3 * 10**9), "out of memory: "),
     "batch": (dict(batch_size=10**10), "out of memory: "),
     "iter_num": (partial(checkpoint_with, iter_num=str), "its iter_num is '1'"),
-    "config": (partial(checkpoint_with, config=list), "its config is ["),
+    "config": (partial(checkpoint_with, config=list), "ckpt.pt: not readable (TypeError: "),
     "model_args": (partial(checkpoint_with, model_args=str), "its model_args is "),
     "best": (partial(checkpoint_with, best_val_loss=lambda x: "low"), "could not convert string"),
     "names": (partial(checkpoint_with, param_names=lambda names: names[:2]), "IndexError"),
-    "model": (partial(checkpoint_with, model=short), "it belongs to another model"),
-    "no weights": (partial(checkpoint_with, model=lambda w: 3), "not a complete checkpoint"),
-    "moments": (partial(checkpoint_with, optimizer=wrong_moments), "has shape (3, 3)"),
-    "scaler": (partial(checkpoint_with, scaler=lambda s: [1]), "not a complete checkpoint"),
+    "model": (partial(checkpoint_with, model=short), "ckpt.pt is of another model: model."),
+    "no weights": (partial(checkpoint_with, model=lambda w: 3), "ckpt.pt: not readable ("),
+    "moments": (partial(checkpoint_with, optimizer=wrong_moments), "wte.weight is (3, 3), not ("),
+    "scaler": (partial(checkpoint_with, scaler=lambda s: [1]), "its scaler is [1]"),
     "n_head": (dict(n_head=7), "n_embd=30 must be a multiple of n_head=7"),
 }
 

@@ -242,6 +242,7 @@ def test_llama_published_configs_are_understood():
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
         rms_norm_eps=1e-5, rope_theta=100000, tie_word_embeddings=True, vocab_size=49152))
     assert LlamaConfig(**small) == LlamaConfig(block_size=8192)
+    assert understand(dict(llama3, head_dim=128))[1] == dict(args, head_dim=0)  # as in config/
     _, absent = understand(PLAIN["llama2"])  # what transformers takes where a key is absent
     keys = "rope_theta", "n_kv_head", "tie_embeddings"
     assert [absent[key] for key in keys] == [1e4, 6, False]

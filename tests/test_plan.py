@@ -636,7 +636,8 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     assert "4 units and the root; transformer.h.0 has 1,811.96M parameters" in p.stdout
     assert fits == dict(single=False, ddp=False, shard_grad_op=False, full_shard=True,
                         hybrid_shard=True)
-    assert "planned with 2048" in p.stdout
+    assert ("planned with gradient_accumulation_steps=2048, a multiple of 1024: 2 x batch_size 1 x "
+            "2,048 tokens a GPU and step") in p.stdout
 
 
 @pytest.mark.parametrize("gpu_memory", [0.5, 80])
@@ -654,12 +655,18 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
     assert names == [r["strategy"] for r in rows] == ["ddp", "shard_grad_op", "full_shard"]
     assert figure.axes[0].get_ylabel() == "MiB on a GPU"
     for row, panel in zip(rows, figure.axes):
-        x, stack = plan.progress(row)
-        assert stack.sum(axis=1).max() == row["peak"] < GIB and (x[1:] >= x[:-1]).all()
         filled = [c for c in panel.collections if isinstance(c, collections.PolyCollection)]
-        top = max(c.get_paths()[0].vertices[:, 1].max() for c in filled)
-        assert top == pytest.approx(row["peak"] / 2**20)
-        assert top > 0.1 * panel.get_ylim()[1]  # not flat
+        start = {where: n for n, where in row["marks"]}  # the last of each
+        first = start["forward"]
+        total = row["timeline"][first:, 1:].sum(axis=1) / 2**20
+        outline = filled[-1].get_paths()[0].vertices  # of the activations: below, and back on top
+        x, y = outline[-2:-2 - len(total):-1].T
+        assert len(filled) == 5 and y == pytest.approx(total)
+        assert y.max() == pytest.approx(row["peak"] / 2**20)
+        assert y.max() > 0.1 * panel.get_ylim()[1]  # not flat
+        begins = {"forward": 0, "forward, head": 1, "backward, head": 1.4, "optimizer": 3.2}
+        assert (x[1:] >= x[:-1]).all() and x[-1] == 3.6
+        assert [x[start[where] - first] for where in begins] == list(begins.values())
         lines = [line.get_ydata()[0] for line in panel.lines]
         assert lines == ([512] if gpu_memory == 0.5 else [])  # the GPU's size
 

@@ -31,22 +31,15 @@ import fsdp
 import metrics
 import sample
 import train
-from ranks import World, print0
+from ranks import World
 
 # -----------------------------------------------------------------------------
 # bench.py
 
 
 def bench_main(*argv):
-    """bench.py, which also prints the rows that report() returns."""
-    report = bench.report
-
-    def printed(names, configs, times, world):
-        rows = report(names, configs, times, world)
-        print0(world, "rows:", json.dumps(rows))
-
-    bench.report = printed
-    bench.matmul_rate = lambda device, dtype: 1e12  # a second each, and not what is tested
+    """bench.py on a machine of 1e6 FLOP/s, which it does not measure: that takes a second each."""
+    bench.matmul_rate = lambda device, dtype: 1e6
     bench.main(list(argv))
 
 
@@ -86,21 +79,21 @@ def test_tools_bench(tmp, tmp_path):
     assert p.returncode == 0, p.stderr
     names = ["strategy=ddp", "strategy=full_shard",
              "batch_size=4 strategy=ddp", "batch_size=4 strategy=full_shard"]
-    rows = json.loads(re.search("^rows: (.*)$", p.stdout, re.M)[1])
-    assert [r["name"] for r in rows] == names
-    expected = plain_flops()
-    for r, batch_size in zip(rows, (2, 2, 4, 4)):
+    expected, first = plain_flops(), None
+    for name, batch_size in zip(names, (2, 2, 4, 4)):
+        line = re.search(rf"^{name} +(\d.*) x its time$", p.stdout, re.M)[1]
+        numbers = [float(number.replace(",", "")) for number in re.findall(r"[\d.,]+", line)]
+        ms, fastest, slowest, tokens_per_s, of_matmul, memory, host, ratio = numbers
+        first = first or ms
         tokens = 2 * batch_size * TINY["block_size"]
-        assert r["fastest_ms"] <= r["step_ms"] <= r["slowest_ms"]
-        assert r["tokens_per_s"] == pytest.approx(tokens / r["step_ms"] * 1e3)
-        assert r["flops"] * 2 / r["tokens_per_s"] == pytest.approx(expected)
-        assert r["of_matmul"] == pytest.approx(r["flops"] / 1e12)
+        assert fastest <= ms <= slowest
+        assert tokens_per_s == pytest.approx(tokens / ms * 1e3, rel=0.05 / ms, abs=1)
+        assert of_matmul / 100 == pytest.approx(expected * tokens_per_s / 2 / 1e6, rel=0.001)
         # the same figure on a CPU, but the second reading is a moment later
-        assert r["host_memory"] == pytest.approx(r["peak_memory"], rel=0.02)
-        assert r["peak_memory"] > 2**26
-        assert r["mfu"] is None
-        ratio = re.search(rf"^{re.escape(r['name'])} .* ([\d.]+) x its time$", p.stdout, re.M)[1]
-        assert float(ratio) == pytest.approx(r["step_ms"] / rows[0]["step_ms"], abs=1e-3)
+        assert host == pytest.approx(memory, rel=0.02)
+        assert memory > 64 and " n/a " in line
+        assert ratio == pytest.approx(ms / first, rel=0.1 / min(ms, first), abs=1e-3)
+    assert len(re.findall(" x its time$", p.stdout, re.M)) == 4
 
     # the profile: every rank's trace has the products, rank 0's table the collectives
     for name in names:
@@ -131,8 +124,8 @@ def test_tools_bench_measures_the_machine(monkeypatch):
     (["--steps=x"], "'x'"),
     (["--stepz=3"], "did you mean steps?"),
     (["--variants=strategy=dpp"], "strategy='dpp'"),
-    (["--strategies=ddp"], "needs torchrun"),
-    ([f"--profile={__file__}"], "cannot write"),
+    (["--strategies=ddp"], "the others torchrun"),
+    ([f"--profile={__file__}"], "pass another path"),
 ])
 def test_tools_bench_bad_input_is_one_clear_line(tmp, tmp_path, capsys, monkeypatch, argv, message):
     monkeypatch.setattr(bench, "training", None)  # it is said before anything is built
@@ -175,6 +168,7 @@ def test_tools_sample_from_everything(tmp, tmp_path):
 @pytest.mark.parametrize("vocab_size, meta, message", [
     (67, {}, "gone: no tokenizer is known for vocab_size=67; put the data's meta.json or"),
     (128256, {"vocab_size": 128256}, "gone: no tokenizer is known for vocab_size=128256; put"),
+    (67, {"made": "by hand"}, "gone: no tokenizer is known for vocab_size=67; put"),
     (67, [1], "its meta is [1]"),
     (67, {"chars": ["a", "b"]}, None), (257, {"vocab_size": 257, "tokenizer": "bytes"}, None)])
 def test_tools_sample_takes_no_tokenizer_that_it_does_not_know(
