@@ -233,6 +233,7 @@ class Ranks:
 def forked(env, logs, models, function, args):
     for fd, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(os.path.join(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+    usual_signals()
     os.environ.update({k: str(v) for k, v in env.items()})
     configurator.HERE = models  # what the fixture `models` has set
     os.chdir(HERE)

@@ -121,15 +121,15 @@ CHAIN = [  # ranks, strategy, kind of checkpoint, other keys
 def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
     """Every strategy, both kinds, offloaded on the way: the losses of one uninterrupted run."""
     whole, chain = os.path.join(tmp, "whole"), os.path.join(tmp, "chain")
-    launch(1, arguments(tmp, whole, max_iters=18))
+    launch(1, arguments(tmp, whole, max_iters=12))
     for i, (world, strategy, kind, more) in enumerate(CHAIN):
         run = dict(strategy=strategy, checkpoint=kind, init_from="auto", **more)
-        launch(world, arguments(tmp, chain, max_iters=3 * (i + 1), **run))
+        launch(world, arguments(tmp, chain, max_iters=2 * (i + 1), **run))
     assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)
-    assert len(losses(chain)) == 18
+    assert len(losses(chain)) == 12
     assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
     iters = [row["iter"] for row in read_metrics(chain) if "loss" in row]
-    assert iters == list(range(18))  # appended without duplicates
+    assert iters == list(range(12))  # appended without duplicates
 
 
 @pytest.mark.parametrize("world, kind", [(1, "full"), (2, "full"), (2, "sharded")])

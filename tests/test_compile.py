@@ -59,7 +59,7 @@ def is_counted(strategy, activation_checkpointing, cpu_offload, wrap_min_params,
 CASES = {name: keys for name, keys in ACCEPTED.items() if is_counted(**keys)}
 CASES |= {
     # more blocks than the 8 times that dynamo compiles a function again
-    "deep": dict(strategy="full_shard", n_layer=12, activation_checkpointing="full"),
+    "deep": dict(strategy="full_shard", n_layer=9, activation_checkpointing="full"),
     "bf16": dict(strategy="full_shard", n_layer=2, dtype="bfloat16", loss_chunks=3),
     "untied": dict(strategy="full_shard", n_layer=2, model="test_fsdp", loss_chunks=3),
     "last": dict(strategy="shard_grad_op", n_layer=2, grad_sync="last")}
