@@ -978,7 +978,7 @@ def test_damage_of_what_a_full_one_means_is_one_clear_line(sound, tmp, tmp_path,
 
 @pytest.mark.parametrize("edit, anew", [
     (lambda state: None, 0), (lambda state: state.pop(3), 1), (dict.clear, 40),
-    (lambda state: state[3].pop("exp_avg_sq"), 1)])
+    (lambda state: state[3].pop("exp_avg"), 1)])
 def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, capsys, edit, anew):
     ckpt = read_ckpt(sound["full"][0])
     edit(ckpt["optimizer"]["state"])
