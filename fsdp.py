@@ -219,7 +219,7 @@ def keep_products(ctx, op, *args, **kwargs):
 
 
 def offload_saved(forward, device, *args, **kwargs):
-    """forward(...), with what it saves in host memory: a checkpointed one, its input alone."""
+    """forward(...), keeping in host memory what it saves: if checkpointed, only its input."""
     with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
         return forward(*args, **kwargs)
 
@@ -312,7 +312,7 @@ def broadcast_full(t, full, world):
     if world.size > 1:
         if world.rank > 0:
             full = torch.empty(t.shape, dtype=t.dtype, device=world.device)
-        full = full.to(world.device, t.dtype).contiguous()  # rank 0 reads its disk, as long as ...
-        dist.barrier(patient_group())  # ... that takes; from the broadcast on a watchdog counts
+        full = full.to(world.device, t.dtype).contiguous()  # rank 0 may read its disk for long
+        dist.barrier(patient_group())  # wait for it here: the broadcast times out
         dist.broadcast(full, src=0)
     write_full(t, full)

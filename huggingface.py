@@ -55,7 +55,7 @@ def open_pretrained(name):
     try:
         model, args = understand(json.loads((path / "config.json").read_text("utf-8")))
         args = asdict(model_file(model).ModelConfig(**args))
-        for file in sorted(path.glob("model*-of-*.safetensors")) or [path / "model.safetensors"]:
+        for file in sorted(path.glob("model-*-of-*.safetensors")) or [path / "model.safetensors"]:
             with safe_open(file, "pt") as opened:
                 for key in opened.keys():
                     if key.endswith(BUFFERS):

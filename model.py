@@ -121,10 +121,9 @@ class GPT(nn.Module):
         return self.transformer.h
 
     def forward(self, idx, targets=None, cache=None):
-        """
-        idx (B, T) token ids -> (logits, loss). With targets (B, T; -1 is ignored): logits, detached
-        (B, T, V), and the mean cross-entropy in fp32. Without: of the last position only, and None.
-        cache: one sample.KVCache per block; idx then continues what the cache holds.
+        """idx (B, T) token ids -> (logits, loss). With targets (B, T; -1 is ignored): logits
+        (B, T, V), detached, and the mean cross-entropy in fp32. Without: of the last position, and
+        None. cache: a sample.KVCache per block; once it holds something, idx is one token (B, 1).
         """
         past = 0 if cache is None else cache[0].length
         T = idx.size(1)
@@ -141,11 +140,9 @@ class GPT(nn.Module):
         return self.head_loss(x, targets)
 
     def head_loss(self, x, targets):
-        """
-        x (B, T, C), targets (B, T) -> logits (B, T, V), and the mean loss over targets but -1.
-        With loss_chunks=N: no logits, and the loss in N pieces of the sequence, each computed again
-        in backward. (torch 2.13's F.linear_cross_entropy breaks a graph, and float16's scaling.)
-        """
+        """x (B, T, C), targets (B, T) -> logits (B, T, V), and the mean loss over targets but -1.
+        With loss_chunks=N: None, and the loss in N pieces of the sequence, each computed again in
+        backward. (Not torch 2.13's F.linear_cross_entropy: it breaks graphs and fp16's scaling.)"""
         if not self.loss_chunks:
             logits = self.lm_head(x)
             # detached, or a compiled backward would add up a gradient of zeros for them
@@ -161,7 +158,7 @@ class GPT(nn.Module):
 
     def initial_value(self, name, shape, seed):
         """The whole starting value of parameter `name`: fp32, on the CPU, of (seed, name) alone, so
-        that every world size, strategy and device has the same. DTensor's random ops may not."""
+        that every world size, strategy and device has the same. DTensor's do not promise it."""
         module, kind = name.split(".")[-2:]
         if kind == "bias":
             return torch.zeros(shape)

@@ -84,7 +84,7 @@ def draw(rows, machine, unit, name, title, path):
         start = {where: n for n, where in row["marks"]}  # the last micro-batch's overwrite others
         marks = ("forward", "forward, head", "backward, head", "optimizer")
         phases = [*map(start.get, marks), len(row["timeline"]) - 1]
-        # as wide as they take long, about: most changes are backward's
+        # widths as the phases' durations, roughly
         x = np.interp(range(phases[0], phases[-1] + 1), phases, (0, 1, 1.4, 3.2, 3.6))
         panel.stackplot(x, row["timeline"][phases[0]:, 1:].T / unit, labels=KINDS[1:], lw=0,
                         colors=("#2f4b7c", "#665191", "#d45087", "#ff7c43", "#ffc971"))
@@ -142,7 +142,7 @@ def main(argv):
     title = f"{n / 1e6:,.1f}M parameters on {size} GPUs"
     print(f"{title} of {machine.gpu_memory / 2**30:.0f} GiB, {todo[-1][0].dtype}; {len(units) - 1} "
           f"units and the root; {units[0][0]} has {first / 1e6:,.2f}M parameters")
-    steps = todo[-1][0].gradient_accumulation_steps  # single's may be another
+    steps = todo[-1][0].gradient_accumulation_steps  # single's may differ
     print(f"planned with gradient_accumulation_steps={steps}, a multiple of {size}: {steps // size}"
           f" x batch_size {cfg.batch_size} x {cfg.block_size:,} tokens a GPU and step")
 

@@ -35,9 +35,9 @@ def setup(device, backend):
     env = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}
     if "RANK" not in env:
         return World(device=pick_device(device))
-    # without torchrun a rank ends at once (on Linux): a new run may have taken over. It is private,
-    # and PyTorch's own spawn uses it
-    getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", id)(signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in env:  # Linux ends a rank with its torchrun: a new run may take over
+        # private, as PyTorch's spawn has it; where it is missing, nothing happens
+        getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", id)(signal.SIGKILL)
     rank, size, local_rank, local_size = (
         int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     device = pick_device(device, local_rank)

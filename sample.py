@@ -10,7 +10,6 @@ Sample text from a trained model.
 import inspect
 import math
 import sys
-import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
@@ -40,14 +39,12 @@ class KVCache:
 @torch.no_grad()
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size=None,
              generator=None, use_cache=True):
-    """
-    Continue idx (B, T) by sampled tokens; returns (B, T + max_new_tokens).
+    """Continue idx (B, T) by sampled tokens; returns (B, T + max_new_tokens).
 
     vocab_size: the tokenizer's real size, so that the rows that pad the vocabulary are never drawn.
     A full context restarts from its last half: positions are absolute, so a window that slides
     would invalidate the cache at every token. The text does not depend on use_cache.
-    Under FSDP every rank must call it, with the same idx and seed: each forward gathers weights.
-    """
+    Under FSDP every rank must call it, with the same idx and seed: each forward gathers weights."""
     limit = model.config.block_size
     use_cache = use_cache and "cache" in inspect.signature(model.forward).parameters
     start, options = max(0, idx.size(1) - limit), {}
@@ -80,7 +77,7 @@ def arguments(argv):
     add = parser.add_argument
     add("--init_from", default="resume", help="resume, or a Hugging Face model's name or directory")
     add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
-    add("--start", type=prompt, default="\n", help="the text; FILE:path is a file's, - stdin's")
+    add("--start", type=prompt, default="\n", help="the prompt; FILE:path reads a file, - stdin")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
     add("--max_new_tokens", type=int, default=500, help="tokens a sample (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)")
@@ -126,7 +123,6 @@ def main(argv):
     encode, decode, vocab_size = tokenizer(meta, directory)
     x = torch.tensor([encode(args.start) or encode("\n")], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)
-    t0 = time.time()
     # H100s prefer cuDNN's attention, which makes a plan for each length of the cache
     torch.backends.cuda.enable_cudnn_sdp(False)
     with fsdp.autocast(cfg, world.device):
@@ -134,8 +130,6 @@ def main(argv):
             y = generate(model, x, args.max_new_tokens, args.temperature, args.top_k, vocab_size,
                          generator)
             print(decode(y[0].tolist()), "---------------", sep="\n")
-    rate = args.num_samples * args.max_new_tokens / (time.time() - t0)
-    print(f"{rate:,.0f} tokens/s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,7 @@ def meta_model(cfg):
 
 
 def build(cfg, world, source=None):
-    """(wrapped, model, optimizer): call `wrapped`, read names from `model`. All ranks. The order
-    of these steps matters."""
+    """(wrapped, model, optimizer): call `wrapped`, read names from `model`. All ranks, in order."""
     if cfg.cpu_offload:  # the CPU updates what is offloaded; torchrun gave it one thread
         torch.set_num_threads(max(1, os.cpu_count() // world.local_size))
     model = meta_model(cfg)  # 1) names, shapes, and what trains: FSDP2 groups by requires_grad
@@ -70,7 +69,7 @@ def open_start(cfg, world):
 
 
 def choose_start(cfg, world):
-    """(cfg, source, resumed): cfg has the model's sizes; does the run go on where source ended?"""
+    """(cfg with the model's sizes, source, resumed: the run goes on where source ended)."""
     source = open_start(cfg, world)
     if source is None:
         if cfg.init_from == "resume":
@@ -119,7 +118,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, world)
     scaler.step(optimizer)  # float16: skipped, on all ranks alike, if a gradient overflowed
     scaler.update()
-    # DDP's are views of its buckets: without them the next micro-batches would make their own
+    # DDP's gradients are views of its buckets; set to None, the next ones would lie beside those
     optimizer.zero_grad(set_to_none=cfg.strategy != "ddp" or accumulation == 1)
     return total, norm, batch
 
@@ -171,7 +170,7 @@ def train(cfg):
         saver.claim(cfg, source, resumed)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    del source  # with it goes the map of its file, which may be on disk for that alone
+    del source  # unmaps its file, which may be deleted already, and on disk for the map alone
     log = Log(cfg, world, saver and saver.run_id, step, meta_model(cfg))
     stop = StopSignal(world)
 

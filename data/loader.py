@@ -79,8 +79,8 @@ class TokenFiles:
         self.starts = np.cumsum([0] + windows)
         if len(self) < 1:
             raise SystemExit(f"{paths[0]}: {max(map(len, self.files))} tokens, and block_size="
-                             f"{block_size} needs {block_size + 1}; prepare more text")
-        self.batch(eval_order(len(self), 100))  # a wrong tokenizer shows at once
+                             f"{block_size} needs {block_size + 1}; lower it, or prepare more text")
+        self.batch(eval_order(len(self), 100))  # a wrong tokenizer nearly always shows here
 
     def __len__(self):
         return int(self.starts[-1])
@@ -164,7 +164,7 @@ def read_meta(directory):
     try:
         with open(path, "rb") as f:
             meta = json.load(f) if path.endswith(".json") else SafeUnpickler(f).load()
-        vocab_size = meta.get("vocab_size", 1)
+        vocab_size = meta.get("vocab_size", len(meta.get("itos", "?")))
         if type(vocab_size) is not int or not 1 <= vocab_size < 2**24:  # the largest has a million
             raise ValueError(f"vocab_size is {vocab_size!r}")
         if "itos" in meta:

@@ -66,7 +66,7 @@ def rows(source, hub):
 
 
 def cell(row, where, match):
-    """The text in the column that match[1] names; none for null."""
+    """The text in the column that match[1] names; empty for null."""
     value = row.get(match[1], [])
     if not isinstance(value, (str, int, float, type(None))):
         raise SystemExit(f"{where}: no text in column {match[1]}; pass --column or --template for "
@@ -123,7 +123,7 @@ def hold_out_end(train, val, fraction, offset, width):
 
 
 def write(docs, out, tokenizer, fractions, workers):
-    """Make out's files; fractions: val.bin's of the documents, and of the tokens if cut in two."""
+    """Write out's files. fractions for val.bin: of the documents; of the tokens, if cut in two."""
     *_, vocab_size, own = encoder(tokenizer)  # here first: a mistake is one line, not one a worker
     offset, width = (0, 2) if vocab_size <= 65535 else (HEADER_BYTES, 4)
     tmp, how = os.path.join(out, "prepare.tmp"), ""

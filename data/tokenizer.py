@@ -88,7 +88,7 @@ def local_copy(key, name, *patterns):
         return name
     try:
         from huggingface_hub import snapshot_download
-        hub = name if "/" in name else f"openai-community/{name}"  # gpt2-xl
+        hub = f"openai-community/{name}" if name.startswith("gpt2") else name
         return snapshot_download(hub, allow_patterns=list(patterns))
     except Exception as e:
         raise SystemExit(f"{key}={name}: neither a directory here nor on the Hugging Face hub "
