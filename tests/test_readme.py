@@ -177,8 +177,8 @@ def test_readme_a_fork_may_delete_what_it_says(tmp_path):
     config = (copy / "configurator.py").read_text()
     config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
     (copy / "configurator.py").write_text(config)
-    p = run("-m", "pytest", "-q", "-rs", "-k", "(contract or recomputed or 200_lines or how_long or "
-            "every_file_has or config_every_key_is_read) and not test_contract.py")
+    p = run("-m", "pytest", "-q", "-rs", "-k", "(contract or recomputed or 200_lines or how_long "
+            "or every_file_has or config_every_key_is_read) and not test_contract.py")
     assert p.returncode == 0 and "\n4 passed, " in p.stdout, p.stdout
     assert p.stdout.count("nanoFSDP2 itself to its size and files") == 4, p.stdout
     said = {"--init_from=gpt2": "init_from=gpt2 needs huggingface.py, which is not here\n",
