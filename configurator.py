@@ -89,8 +89,8 @@ class Config:
     min_lr: Number = 6e-5  # usually learning_rate / 10
     # --- system
     device: Device = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
-    dtype: Literal[("auto", *DTYPES)] = "auto"  # to compute in; parameters stay fp32. auto: the
-    #   fastest safe one of float32, bfloat16, float16; float8: in linear layers (H100, torchao)
+    dtype: Literal[("auto", *DTYPES)] = "auto"  # to compute in; parameters stay fp32.
+    #   float32, bfloat16, float16, float8 (in linear layers; H100, torchao); auto: fastest safe one
     compile: bool = True  # torch.compile: a minute at the start, then faster; off for short runs
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     # --- sharding
@@ -251,8 +251,8 @@ def conflicts(c, world, distributed):
     """[(key, is it wrong?, remedy)]."""
     W, kind, single = world.size, world.device.type, c.strategy == "single"
     hybrid, group = c.strategy == "hybrid_shard", c.shard_group_size or world.local_size
-    mode, by_size = c.activation_checkpointing, c.wrap_min_params
-    recomputed = mode != "none" or c.loss_chunks
+    mode = c.activation_checkpointing
+    inside = c.wrap_min_params and (mode != "none" or c.loss_chunks)  # units in what is recomputed
     compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
     only = dict(cpu_offload=SHARDED, wrap_min_params=SHARDED, prefetch_blocks=SHARDED,
                 reduce_dtype=STRATEGIES[1:], grad_sync=STRATEGIES[1:],
@@ -276,8 +276,7 @@ def conflicts(c, world, distributed):
          f"model={c.model} has no head_loss (see the header of model.py); use --loss_chunks=0"),
         ("activation_offload", c.activation_offload and (c.compile or mode != "full"),
          "it moves what checkpointing keeps; use --activation_checkpointing=full --compile=False"),
-        ("wrap_min_params",  # units inside a block gather again when it is recomputed
-         by_size and recomputed and (c.compile or c.prefetch_blocks or mode == "selective"),
+        ("wrap_min_params", inside and (c.compile or c.prefetch_blocks or mode == "selective"),
          "use --wrap_min_params=0, or full checkpointing with --compile=False --prefetch_blocks=0"),
         ("compile", c.compile and kind == "cpu" and not compiler,
          "compiling for a CPU needs a C++ compiler; install g++, or use --compile=False"),

@@ -2,10 +2,8 @@
 GPT-2, Llama (Llama 1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in and out.
 
     python train.py config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M   # the hub's
-    python train.py ... --init_from=DIR    # config.json; model.safetensors, or shards and an index
+    python train.py ... --init_from=DIR    # config.json and model.safetensors, or its shards
     python huggingface.py out-x DIR --dtype=bfloat16    # out-x's newest checkpoint to transformers
-
-A config.json that our models do not compute is refused. Writing takes host memory for the model.
 """
 
 import json
@@ -113,7 +111,7 @@ def understand(theirs):
 
 
 def export(source, path, dtype="float32"):
-    """A directory that transformers opens, with equal logits; with the data's tokenizer.json."""
+    """A directory that transformers opens, with equal logits. Takes host memory for the model."""
     args, config = source.header["model_args"], source.header["config"]
     model = config.get("model", "gpt2")
     kind = "qwen3" if args.get("qk_norm") else model

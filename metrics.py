@@ -36,9 +36,7 @@ PEAK_FLOPS = {
 
 def peak_flops(device):
     """The FLOP/s that MFU is relative to, for any dtype; by the whole name: L40 has L4 in it."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return PEAK_FLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
@@ -85,7 +83,6 @@ def describe(cfg, model, batches, source, world):
 
 class Log:
     def __init__(self, cfg, world, run_id, step, model):
-        """run_id: None for a run that leaves nothing behind."""
         self.max_iters, self.world, self.next_step = cfg.max_iters, world, step
         self.started = self.since = time.time()
         self.tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
@@ -93,7 +90,7 @@ class Log:
         # only for MFU: counting takes as long as several steps of a small model
         self.flops = flops_per_token(model, world) * self.tokens if self.peak_flops else 0
         self.run_id, self.file, self.wandb, self.tensorboard = run_id, None, None, None
-        if not run_id or world.rank > 0:
+        if not run_id or world.rank > 0:  # eval_only leaves nothing behind
             return
         self.path = os.path.join(cfg.out_dir, "metrics.jsonl")
         with writing(self.path):

@@ -27,17 +27,14 @@ def make_optimizer(model, cfg):
     muon the blocks' matrices, or what the model's own `matrices` returns, are a group before them.
     Call it before any forward, which would leave gathered copies as the root's parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    hidden = {}
-    if cfg.optimizer == "muon":
-        every = [p for p in model.blocks.parameters() if p.dim() == 2]
-        every = model.matrices() if hasattr(model, "matrices") else every
-        hidden = dict.fromkeys(p for p in every if p.requires_grad)
+    blocks = [p for p in model.blocks.parameters() if p.dim() == 2]
+    matrices = model.matrices() if hasattr(model, "matrices") else blocks
+    hidden = {p: None for p in matrices if p.requires_grad and cfg.optimizer == "muon"}
     decayed = [p for p in trained if p.dim() >= 2 and p not in hidden]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay},
               {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
     # fused: one kernel, where the other variants make a dozen temporaries as large as the model
-    adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2),
-                              fused=True)
+    adamw = torch.optim.AdamW(groups, cfg.learning_rate, (cfg.beta1, cfg.beta2), fused=True)
     return Muon(hidden, adamw, cfg) if hidden else adamw
 
 

@@ -45,7 +45,8 @@ def rehearse(cfg, world):
     marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
     collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}"""
     micro_batches = cfg.gradient_accumulation_steps // world.size
-    rehearsed = min(micro_batches, 3)  # the first, the last, and one that stands for all between
+    # two need the memory of any number; with `last` a first, one between and a last send different
+    rehearsed = min(micro_batches, 3 if cfg.grad_sync == "last" else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
     fake, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(world.device.type == "cuda")
     with ExitStack() as stack:
@@ -59,7 +60,7 @@ def rehearse(cfg, world):
         with fake, ledger:
             timeline, marks = step(wrapped, model, cfg, world, ledger)
     collectives = Counter()
-    for i, calls in enumerate(ledger.collectives):
+    for i, calls in enumerate(reversed(ledger.collectives)):  # the last but one for those left out
         for key, size in calls.items():
             collectives[key] += size * (1 + micro_batches - rehearsed if i == 1 else 1)
     return timeline, marks, collectives

@@ -52,6 +52,8 @@ def one_line(function, *args):
     (["--compile=maybe"], "True or False"),
     (["--compile=1"], "True or False"),
     (["--n_layer=True"], "whole number"),
+    (["--n_layer=1.5"], "whole number"),
+    (["--learning_rate=-1"], "learning_rate=-1.0 must be a finite number, 0 or more"),
     (["--n_layer"], "^--n_layer: .* pass config files and --key=value"),
     (["--n_layer=0"], "n_layer=0 must be at least 1"),
     (["--n_layer=1e9"], "n_layer=1000000000 must be at most 10000"),
@@ -94,6 +96,7 @@ def test_config_absurd_depth_of_a_checkpoint_is_refused_before_it_is_built(tmp):
 def test_config_order_and_types(tmp_path):
     path = tmp_path / "c.py"
     path.write_text("import time\n"
+                    "from math import sqrt\n"
                     "max_iters = 10\n"
                     "lr_decay_iters = max_iters * 2\n"
                     "learning_rate = 1\n"
@@ -180,7 +183,7 @@ def test_config_key_of_another_model_is_refused(other, argv):
 
 
 @pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "train", "", "..", "/model",
-                                  "out_x.evil", "evil"])
+                                  "tests/moe", "out_x.evil", "evil"])
 def test_config_unknown_model_is_one_clear_line(tmp_path, monkeypatch, capsys, name):
     """It is not imported: not from a package, not from what else Python finds."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -250,7 +253,7 @@ def test_config_a_model_files_own_keys(odd, capsys):
     model = odd()
     cfg = load_config([model, "--bias=-2", "--kind=b"])
     assert (cfg.bias, cfg.kind) == (-2.0, "b")
-    assert "must be a finite number" in one_line(load_config, [model, "--bias=nan"])
+    assert "must be a finite number" in one_line(load_config, [model, "--bias=1e400"])
     assert "one of 'a', 'b'" in one_line(load_config, [model, "--kind=c"])
     said = one_line(load_config, ["--kind=b", model])
     assert said == "--kind=b: unknown key kind (model=gpt2); --help lists the keys (--model first)"

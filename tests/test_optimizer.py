@@ -203,6 +203,8 @@ def test_muon_takes_what_the_model_says_and_a_stack_is_matrices(tmp):
         expert.grad = grad
         plain_muon(expert, torch.zeros_like(grad), 1e-3)
         assert torch.allclose(after, expert, atol=1e-7)
+    _, _, opt = train.build(tiny(tmp, strategy="single", freeze=FREEZE, **MUON), World())
+    assert all(p.requires_grad for group in opt.param_groups for p in group["params"])
     shares = optimizer.divide([torch.empty(8, 30, 60), *[torch.empty(30, 60)] * 8], 2)
     assert sorted(map(len, shares)) == [1, 8]  # a stack costs what its matrices do
 
@@ -339,6 +341,15 @@ def test_muon_float16_overflow_skips_the_step_on_all_ranks(ranks):
     for skipped, scale, moved in values(ranks(2), "fp16"):
         assert (skipped, scale) == (0, 512.0)
         assert moved > 12
+
+
+def test_gradient_that_one_rank_lacks_is_refused(tmp):
+    gpt, idx = plain_gpt(), torch.zeros(1, 16, dtype=torch.long)
+    fourth = [name for name, _ in gpt.named_parameters()][3]
+    says = f"^{fourth} gets a gradient on 1 of 2 ranks; let the model add 0 "
+    with (patch.object(optimizer, "mean", lambda x, world: x - 0.5 * (torch.arange(len(x)) == 3)),
+          pytest.raises(SystemExit, match=says)):
+        optimizer.require_gradients(gpt, (idx, idx), tiny(tmp, strategy="ddp"), World(size=2))
 
 
 # -----------------------------------------------------------------------------

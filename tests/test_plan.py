@@ -685,7 +685,7 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
 @pytest.mark.parametrize("argv, message", [
     (["config/gpt3_175b.py", "--world_size=96"], "shard_group_size=128"),
     (["--world_size=100000000"], "--world_size=100000000: pass at most 16384"),
-    (["--world_size=8", "--strategy=single"], "processes: single needs python train.py; ddp"),
+    (["--world_size=8", "--strategy=single"], "processes: single needs python train.py, the"),
     (["--strategy=zero"], "invalid choice: 'zero'"),
     (["--world_size=0"], "--world_size=0"), (["--world_size=1.5"], "invalid int value: '1.5'"),
     (["--gpu_memory=-1"], "--gpu_memory=-1.0: pass a number above 0"),

@@ -283,8 +283,10 @@ def test_tools_tensorboard(tmp):
     assert "val_loss" in events.Tags()["scalars"] and "mfu" not in events.Tags()["scalars"]
     for step, purged in ((0, None), (2, 2)):  # a resumed run logs the later steps again
         with patch("torch.utils.tensorboard.SummaryWriter") as writer:
-            metrics.Log(tiny(tmp, out_dir=out, tensorboard=True), World(), "the-id", step, None)
+            log = metrics.Log(tiny(tmp, out_dir=out, tensorboard=True), World(), "id", step, None)
+            log.write(dict(iter=step, loss=1.0))
         writer.assert_called_once_with(out, purge_step=purged)
+        assert writer.return_value.flush.called  # a kill loses no row
 
 
 def test_tools_wandb(tmp, tmp_path, monkeypatch):
