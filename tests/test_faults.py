@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from subprocess import CompletedProcess
 
@@ -494,12 +495,19 @@ def test_fault_random_ones():
 # one run a directory
 
 
+def impatient(argv):
+    """train.py, whose waits for the directory, 50 of 0.2 s, are shorter."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(0.02 if seconds == 0.2 else seconds)
+    train.main(argv)
+
+
 def test_fault_two_runs_in_one_directory(tmp):
     """The second says who has it, on one line; when the first dies the directory is free."""
     out = os.path.join(tmp, "two-runs")
     first = endless(tmp, 1, out)
     try:
-        p = trained(2, arguments(tmp, out, max_iters=2))
+        p = Ranks(2, impatient, arguments(tmp, out, max_iters=2)).finish()
     finally:
         first.kill()
     line = f"out_dir={out} is in use by process {first.ranks[0].pid} on {socket.gethostname()}; "
@@ -551,17 +559,22 @@ def train_apart(out, argv):
     train.main(argv)
 
 
-@pytest.mark.parametrize("steps", [1, 100000])  # the first save at the end, or on the way
-def test_fault_directory_that_nodes_do_not_share(tmp, tmp_path, steps):
-    run = dict(checkpoint="sharded", max_iters=steps, eval_interval=1,
-               gradient_accumulation_steps=2)
-    p = Ranks(2, train_apart, str(tmp_path), arguments(tmp, "out", **run)).finish()
-    assert p.returncode == 1
-    assert p.stderr.startswith("out_dir=out is not the same on all nodes, "
-                               "out/step-000000001 lacks __1_0.distcp: use a shared disk"), p.stderr
-    assert p.stderr.count("\n") == 1, p.stderr
-    for node in ("node-0", "node-1"):
-        assert not glob.glob(str(tmp_path / node / "out/*/header.json"))
+def test_fault_directory_that_nodes_do_not_share(tmp, tmp_path):
+    run = dict(checkpoint="sharded", eval_interval=1, gradient_accumulation_steps=2)
+    at = {steps: tmp_path / str(steps) for steps in (1, 100000)}  # at the end, or on the way
+    started = [Ranks(2, train_apart, str(at[steps]), arguments(tmp, "out", max_iters=steps, **run))
+               for steps in at]
+    with ThreadPoolExecutor() as threads:  # each waits for seconds
+        ended = list(threads.map(Ranks.finish, started))
+    for steps, p in zip(at, ended):
+        assert p.returncode == 1
+        assert p.stderr.startswith(
+            "out_dir=out is not the same on all nodes, out/step-000000001 lacks __1_0.distcp: "
+            "use a shared disk"), p.stderr
+        assert p.stderr.count("\n") == 1, p.stderr
+        for node in ("node-0", "node-1"):
+            assert os.path.exists(at[steps] / node / "out")
+            assert not glob.glob(str(at[steps] / node / "out/*/header.json"))
     # full ones need no shared disk
     run.update(checkpoint="full", max_iters=1)
     p = Ranks(2, train_apart, str(tmp_path / "full"), arguments(tmp, "out", **run)).finish()

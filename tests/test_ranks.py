@@ -35,9 +35,10 @@ def slow_rank0(seconds, patiently):
 
 
 def test_ranks_wait_for_rank_0_longer_than_for_each_other():
-    p = Ranks(2, slow_rank0, 4, True).finish()
+    patient, others = Ranks(2, slow_rank0, 4, True), Ranks(2, slow_rank0, 4, False)
+    p = patient.finish()
     assert p.returncode == 0 and p.stdout.count("still here") == 2, p.stderr
-    p = Ranks(2, slow_rank0, 4, False).finish()  # a rank that is gone is noticed as before
+    p = others.finish()  # a rank that is gone is noticed as before
     assert p.returncode == 1 and "Timed out" in p.stderr
 
 
