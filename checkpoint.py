@@ -70,18 +70,18 @@ class Saver:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                time.sleep(0.2)  # 10 s in all: ranks that lost their torchrun finish a step first
+                time.sleep(0.2)  # 10 s in all: the ranks of the last run may still be ending
             except OSError:
                 return print(f"{self.out_dir}: no file locks there, so never start two runs in it")
         else:
             raise SystemExit(f"out_dir={self.out_dir} is in use by {self.file.read()}; wait until "
                              "that run ends, or pass another --out_dir")
-        self.ours(self.out_dir)  # the run that we waited for may have moved it
+        self.still_ours(self.out_dir)  # the run that we waited for may have moved it
         self.file.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=self.file, flush=True)
 
-    def ours(self, path):
-        """path, to be written now. SystemExit if out_dir is no more the directory we locked."""
+    def still_ours(self, path):
+        """path, if out_dir is still the directory that this run locked; else SystemExit."""
         lock = os.path.join(self.out_dir, "lock")
         if not os.path.exists(lock) or not os.path.samefile(lock, self.file.fileno()):
             raise SystemExit(f"out_dir={self.out_dir} was moved or removed meanwhile, so this run "
@@ -128,9 +128,9 @@ class Saver:
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t, self.world) for key, t in tensors.items()}
             path = os.path.join(self.out_dir, name)
-            return from_rank0(self.world, lambda: write_ckpt(self.ours(path), flat, header))
+            return from_rank0(self.world, lambda: write_ckpt(self.still_ours(path), flat, header))
         path = os.path.join(self.out_dir, f"step-{iter_num:09d}")
-        from_rank0(self.world, lambda: remove(self.ours(path)))
+        from_rank0(self.world, lambda: remove(self.still_ours(path)))
         # given a writer, its thread touches no GPU; PyTorch's own would all use number 0
         writer = dcp.FileSystemWriter(path)
         written = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
@@ -149,7 +149,7 @@ class Saver:
         if self.world.rank > 0:
             return
         header["files"] = {file: crc for files in every for file, crc in files.items()}
-        missing = header["files"].keys() - set(os.listdir(self.ours(path)))
+        missing = header["files"].keys() - set(os.listdir(self.still_ours(path)))
         if missing:
             raise SystemExit(f"out_dir={self.out_dir} is not the same on all nodes, {path} lacks "
                              f"{min(missing)}: use a shared disk, or --checkpoint=full")
@@ -190,7 +190,7 @@ def require_sound(tensors, world, where):
         if most == torch.inf:
             raise SystemExit(f"{key} is not finite (NaN or infinity) {where}")
         if not isinstance(t, DTensor) and most > 1.001 * least:  # but for GPUs' last digits
-            raise SystemExit(f"{key} must be a DTensor or the same on all ranks: see optimizer.py")
+            raise SystemExit(f"{key} is no DTensor, and differs between ranks: see optimizer.py")
 
 
 def write_ckpt(path, flat, header):
@@ -209,7 +209,7 @@ def write_ckpt(path, flat, header):
 
 
 def atomic(path, write):
-    """A file with what write(file) puts there gets the name path, or that stays what it was."""
+    """Write path by write(file), all or nothing: after a failure it is what it was."""
     tmp = path + ".tmp"
     with writing(path):
         remove(tmp)
@@ -227,7 +227,7 @@ def atomic(path, write):
 
 
 def remove(path):
-    """What a run that died left at path, or a link there, but not what that names."""
+    """Remove what a dead run left at path; of a link, the link only."""
     with writing(path):
         if os.path.exists(os.path.join(path, "header.pt")):  # an older version's is kept
             os.rename(path, path + ".old")
@@ -249,14 +249,11 @@ def writing(path):
         if isinstance(e, torch.OutOfMemoryError) or peer_left(e):
             raise e  # RuntimeErrors too; ranks.run knows what to say
         raise SystemExit(f"cannot write {path}: {first_line(e)}; the previous checkpoint is "
-                         "untouched. Make room, or pass another directory (out_dir)")
+                         "untouched. Make room, or pass another directory")
 
 
 def first_line(e):
     return (str(e).strip() or type(e).__name__).splitlines()[0]
-
-
-# ---------- finding and opening -----------------------------------------------
 
 
 @dataclass
@@ -406,7 +403,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def intact(source, world):
-    """Do a sharded one's files have their checksums? Each rank reads some of them (all ranks)."""
+    """Do a sharded one's files match their checksums? Each rank reads some (all ranks)."""
     files = sorted(source.header.get("files", {}).items())[world.rank::world.size]
     good = False
     with suppress(OSError):
@@ -425,13 +422,13 @@ def checksum(path):
 def compare(source, cfg, resumed=True):
     """SystemExit if this run's model is not the checkpoint's; one that starts from its weights has
     its sizes, where it names none. Else lines that say what differs, maybe on purpose."""
-    before = {"model": "gpt2", "optimizer": "adamw", **source.header["config"],  # nanoGPT's
-              **source.header["model_args"]}
+    before = {"model": "gpt2", "optimizer": "adamw",  # nanoGPT's have neither
+              **source.header["config"], **source.header["model_args"]}
     ours, sizes, names = asdict(cfg), asdict(model_config(cfg)), list(Config.__dataclass_fields__)
     fixed = {"model", *sizes} - {"dropout"}
     fixed = fixed | {"optimizer"} if resumed else fixed & set(cfg.given)
-    differ = []
-    for key in ("model", *names[names.index("dataset"):names.index("device")], *sizes):
+    differ, between = [], names[names.index("dataset"):names.index("device")]  # data to optimizer
+    for key in ("model", *between, *sizes):
         theirs = before.get(key, ours[key])
         cropped = key == "block_size" and ours[key] < theirs and not source.sharded
         if ours[key] == theirs or key == "max_iters":
@@ -492,7 +489,7 @@ def main(argv):
     path = os.path.join(argv[1], "ckpt.pt")
     flat = {key: source.get(key) for key in source.header.pop("shapes")}
     del source.header["files"]
-    write_ckpt(saver.ours(path), flat, source.header)
+    write_ckpt(saver.still_ours(path), flat, source.header)
     print(f"{source.path} -> {path}")
 
 

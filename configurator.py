@@ -37,7 +37,7 @@ Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
 Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
-Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps, cuda"]
+Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps or cuda"]
 Path = Annotated[str, len, "a name or a path"]
 PLAIN = {
     int: (int, lambda n: True, "a whole number"),
@@ -186,7 +186,8 @@ def run_file(path, before):
         with open(path) as f:
             exec(compile(f.read(), path, "exec"), scope)
     except (Exception, SystemExit) as e:
-        raise SystemExit(f"{path}: {type(e).__name__}: {e}; pass config files and --key=value")
+        raise SystemExit(f"{path}: {type(e).__name__}: {e}; it must be a config file, "
+                         "or write --key=value")
     return {key: value for key, value in scope.items() if before.get(key) is not value
             and not (key.startswith("_") or callable(value) or inspect.ismodule(value))}
 
@@ -198,10 +199,10 @@ def coerce(key, value, cls, where, flags=()):
         near = difflib.get_close_matches(key, [*flags, *types], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint} (--model first)")
-    choices = get_args(types[key])
+    rule = get_args(types[key])  # of an Annotated; of a Literal its values
     if get_origin(types[key]) is Literal:
-        choices = type(choices[0]), choices.__contains__, f"one of {', '.join(map(repr, choices))}"
-    kind, test, words = PLAIN.get(types[key], choices)
+        rule = type(rule[0]), rule.__contains__, f"one of {', '.join(map(repr, rule))}"
+    kind, test, words = PLAIN.get(types[key], rule)
     with suppress(SyntaxError, ValueError, OverflowError):  # what is no number stays as it is
         if where.startswith("--") and kind is not str:  # a flag's text
             value = ast.literal_eval(str(value).capitalize())  # also true, false
@@ -226,9 +227,6 @@ def help_text(usage, model="gpt2"):
             elif comment and (key or line.startswith("    #   ")):
                 lines.append(f"        {comment.strip()}")
     return "\n".join(lines)
-
-
-# ---------- what a config means on these ranks, and what cannot be combined ---
 
 
 def resolve(cfg, world, distributed=None):
@@ -265,13 +263,14 @@ def conflicts(c, world, distributed):
           for key, strategies in only.items()],
         ("shard_group_size", hybrid and W % group,
          f"{W} processes do not divide into groups of {group}; use a divisor of {W}"),
-        ("backend", c.backend == "nccl" and kind != "cuda", "NCCL needs CUDA; use --backend=auto"),
+        ("backend", c.backend == "nccl" and kind != "cuda" and not single,
+         "NCCL needs CUDA; use --backend=auto"),
         ("gradient_accumulation_steps", c.gradient_accumulation_steps % W,
          f"it counts all ranks' micro-batches; use a multiple of {W}"),
         ("dtype", c.dtype == "float8" and c.strategy == "ddp",
          "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
         ("cpu_offload", c.cpu_offload and c.dtype in ("float8", "float16"),
-         f"{c.dtype}'s scales are on the GPU; use --dtype=bfloat16 or float32, or --cpu_offload=0"),
+         f"{c.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or float32"),
         ("loss_chunks", c.loss_chunks and not hasattr(model_file(c.model).Model, "head_loss"),
          f"model={c.model} has no head_loss (see the header of model.py); use --loss_chunks=0"),
         ("activation_offload", c.activation_offload and (c.compile or mode != "full"),

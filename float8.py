@@ -35,10 +35,9 @@ def convert(model, cfg, world):
 
 def scale_each_step(model, optimizer, cfg):
     """After each step one all-reduce for the scales of all weights, instead of one a gather."""
-    if cfg.dtype != "float8":
-        return
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-    optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
+    if cfg.dtype == "float8":
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as rescale
+        optimizer.register_step_post_hook(lambda *_: rescale(model))
 
 
 def plain(t):

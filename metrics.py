@@ -1,7 +1,6 @@
 """
-What a run reports: log lines, a row of out_dir/metrics.jsonl for each (a resumed run appends: of
-two rows of a step the later one counts), and the same rows to wandb and TensorBoard if asked for.
-Rank 0 reports; on the others nothing happens.
+What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to wandb
+and TensorBoard if asked for. A resumed run appends: of two rows of a step the later one counts.
 
     log = Log(cfg, world, run_id, step, model)  # which is on the meta device
     log.step(step, loss, norm, lr, scale)      # every log_interval steps
@@ -35,7 +34,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device):
-    """The FLOP/s that MFU is relative to, for any dtype; by the whole name: L40 has L4 in it."""
+    """Peak bf16 FLOP/s, or None; matched by the whole name, since L40 contains L4."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return PEAK_FLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
 
@@ -94,7 +93,10 @@ class Log:
             return
         self.path = os.path.join(cfg.out_dir, "metrics.jsonl")
         with writing(self.path):
-            self.file = open(self.path, "ab", buffering=0)  # no row waits in a buffer
+            self.file = open(self.path, "a+", errors="replace")
+            self.file.seek(0)
+            if self.file.read().rpartition("\n")[2]:  # half a row, where a disk was full
+                self.file.write("\n")
         if cfg.wandb_log:
             self.wandb = optional("wandb", "wandb_log=True").init(
                 project=cfg.wandb_project, name=cfg.wandb_run_name, dir=cfg.out_dir,
@@ -133,7 +135,7 @@ class Log:
     def write(self, row):
         if self.file:
             with writing(self.path):
-                self.file.write((json.dumps({"run": self.run_id, **row}) + "\n").encode())
+                print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["iter"])
         if self.tensorboard:
@@ -152,4 +154,4 @@ def optional(module, wanted_by):
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise SystemExit(f"{wanted_by}: {e}; pip install {e.name}")
+        raise SystemExit(f"{wanted_by}: {e}; pip install {e.name or module}")

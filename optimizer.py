@@ -66,7 +66,7 @@ def require_gradients(model, batch, cfg, world):
     different parameters, or hang. So ask before the first backward, whose graph shows them."""
     with fsdp.autocast(cfg, world.device):  # not through DDP, which would reduce the next backward
         nodes, seen = [model(*batch)[1].grad_fn], {None}
-    for node in nodes:  # which grow
+    for node in nodes:  # the loop extends the list
         parents = {parent for parent, _ in node.next_functions} - seen
         nodes += parents
         seen |= parents

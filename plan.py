@@ -27,7 +27,6 @@ from ranks import World, run
 from rehearse import KINDS, rehearse
 from train import meta_model, with_vocabulary
 
-FULL = 0.9  # of a GPU's memory: what is not counted needs room too
 LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into as many pieces
 COLUMNS = (*KINDS[1:], "peak", "host", "sent")
 
@@ -42,7 +41,8 @@ def plan(cfg, world, machine):
     sent = 0
     for (kind, n), size in collectives.items():  # on a ring, where an all-reduce goes round twice
         sent += size * (n - 1) / n * (2 if kind == "all_reduce" else 1)
-    fits = total[top] <= FULL * machine.gpu_memory and host <= machine.host_memory
+    # what is not counted needs room too
+    fits = total[top] <= 0.9 * machine.gpu_memory and host <= machine.host_memory
     return dict(zip(KINDS[1:], timeline[top, 1:]), peak=total[top], host=host, sent=sent, fits=fits,
                 where=[where for start, where in marks if start < top][-1],
                 strategy=cfg.strategy, timeline=timeline, marks=marks)

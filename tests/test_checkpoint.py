@@ -666,7 +666,7 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, file):
     with pytest.raises(BlockingIOError):  # the lock is that of the new directory
         with open(out / "lock") as f:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    saver.ours("")
+    saver.still_ours("")
 
 
 def test_run_leaves_what_no_run_wrote(tmp_path):
@@ -685,7 +685,7 @@ def test_run_that_waited_does_not_take_a_directory_that_moved_meanwhile(tmp_path
     monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: first.claim(None, None))
     with pytest.raises(SystemExit, match="was moved or removed"):
         checkpoint.Saver(str(out), World())
-    first.ours("")
+    first.still_ours("")
     assert (tmp_path / f"out.{first.run_id}" / "ckpt.pt").exists()
 
 
@@ -696,7 +696,7 @@ def test_run_moves_the_directory_that_a_link_names(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     saver = checkpoint.Saver(str(tmp_path / "out"), World())
     saver.claim(None, None)
-    saver.ours("")
+    saver.still_ours("")
     assert os.listdir(tmp_path / "disk") == ["lock"]
     assert (tmp_path / f"disk.{saver.run_id}/ckpt.pt").exists()
 

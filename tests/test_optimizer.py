@@ -486,7 +486,7 @@ def test_own_state_of_any_shape_is_saved_and_resharded(tmp, own, kind):
     ("number", "count"), ("local", "square"), ("placed", "rows")])
 def test_own_state_that_cannot_be_resharded_is_refused_at_the_first_save(own, fault, kind):
     for rank in own[fault]:
-        wrong = "must be a DTensor or the same on all ranks"
+        wrong = "is no DTensor, and differs between ranks"
         if fault != "local":
             wrong = "is no tensor placed as transformer.wte.weight"
         assert rank["error"] == f"{kind}.transformer.wte.weight {wrong}: see optimizer.py"
