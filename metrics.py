@@ -71,8 +71,6 @@ def describe(cfg, model, batches, source, world):
            f"epoch = {len(batches.files['train']) / samples:,.0f} steps")
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
-    if cfg.dtype == "float8" and world.device.type == "cpu":
-        yield "float8 is emulated on a CPU: the same rounding, but slow"
     if source:
         step = source.header["iter_num"]
         yield f"starting from {source.path} at step {step}"

@@ -349,7 +349,7 @@ def test_fault_no_pickle_is_executed():
             assert code.count("torch.load(") == len(safe), path
             assert not re.search(r"pickle\.loads?\(", code), path
             loads += len(safe)
-            unpicklers += re.findall(r"class (\w+)\(pickle.Unpickler\)", code)
+            unpicklers += re.findall(r"class (\w+)\(.*Unpickler\)", code)
             # PyTorch's own reader and its loading by path unpickle without asking
             assert "dcp.FileSystemReader(" not in code.replace("(dcp.FileSystemReader)", ""), path
             assert not re.search(r"dcp\.load\([^)]*checkpoint_id", code), path

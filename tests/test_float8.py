@@ -125,7 +125,6 @@ def test_float8_checkpoints_are_plain_and_go_on_in_any_dtype(tmp, ranks, name):
         run = dict(SIZES, dtype=dtype, init_from="resume", max_iters=step + 1)
         p = launch(world, arguments(tmp, out, **run))
         assert f"at step {step}" in p.stdout
-        assert ("float8 is emulated on a CPU" in p.stdout) == (dtype == "float8")
     assert {t.dtype for t in read_ckpt(out)["model"].values()} == {torch.float32}
 
 
