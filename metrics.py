@@ -1,7 +1,7 @@
 """
-What a run reports: log lines, a row of out_dir/metrics.jsonl for each (a resumed run appends: of
-two rows of a step the later one counts), and the same rows to wandb and TensorBoard if asked for.
-Rank 0 reports; on the others nothing happens.
+What a run reports: log lines, a row of out_dir/metrics.jsonl for each (a resumed run appends: where
+the step goes back, earlier rows from there on no longer count), and the same rows to wandb and
+TensorBoard if asked for. Rank 0 reports; on the others nothing happens.
 
     log = Log(cfg, world, run_id, step, model)  # which is on the meta device
     log.step(step, loss, norm, lr, scale)      # every log_interval steps
