@@ -140,7 +140,6 @@ def config_class(model):
 
 
 def model_config(cfg):
-    """The model's part of cfg."""
     cls = model_file(cfg.model).ModelConfig
     return cls(**{f.name: getattr(cfg, f.name) for f in fields(cls)})
 

@@ -1,6 +1,6 @@
 """
 What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to wandb
-and TensorBoard if asked for. A resumed run appends: of two rows of a step the later one counts.
+and TensorBoard if asked for. A resumed run appends: earlier rows from its step on are void.
 
     log = Log(cfg, world, run_id, step, model)  # which is on the meta device
     log.step(step, loss, norm, lr, scale)      # every log_interval steps

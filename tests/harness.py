@@ -401,10 +401,15 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
 
 
 def read_metrics(out):
-    """The rows; of two of the same step the later one, as a resumed run appends."""
+    """The rows that count: a resumed run appends, and takes back what lies from its step on."""
+    def place(row):  # the evaluation before a step has its number
+        return row["iter"], "loss" in row
+
+    rows = []
     with open(os.path.join(out, "metrics.jsonl")) as f:
-        rows = [json.loads(line) for line in f]
-    return list({(row["iter"], "loss" in row): row for row in rows}.values())
+        for row in map(json.loads, f):
+            rows = [earlier for earlier in rows if place(earlier) < place(row)] + [row]
+    return rows
 
 
 def losses(out):

@@ -54,7 +54,7 @@ def one_line(function, *args):
     (["--n_layer=True"], "whole number"),
     (["--n_layer=1.5"], "whole number"),
     (["--learning_rate=-1"], "learning_rate=-1.0 must be a finite number, 0 or more"),
-    (["--n_layer"], "^--n_layer: .* pass config files and --key=value"),
+    (["--n_layer"], "^--n_layer: .* or write --key=value"),
     (["--n_layer=0"], "n_layer=0 must be at least 1"),
     (["--n_layer=1e9"], "n_layer=1000000000 must be at most 10000"),
     (["--out_dir="], "--out_dir=: out_dir='' must be a name or a path"),

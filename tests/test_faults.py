@@ -325,7 +325,7 @@ def test_fault_out_dir_that_cannot_be_made_is_one_line(tmp):
     (1, dict(freeze="."), "freeze='.' matches 40 of 40 parameters"),
     (1, dict(freeze="("), "not a regular expression"),
     (1, dict(init_from="no/such/dir"), "init_from=no/such/dir"),
-    (2, dict(gradient_accumulation_steps=3), "try 2 or 4"),
+    (2, dict(gradient_accumulation_steps=3), "use a multiple of 2"),
     (2, dict(init_from="resume"), "no checkpoint in out_dir"),
     (2, dict(block_size=100000), "needs at least 100001"),
 ])
