@@ -139,8 +139,8 @@ def test_bad_files_are_one_clear_line(tmp_path):
         TokenFiles(os.path.join(HERE, "data"), "train", 16, 67)  # its prepare.py wants a name
     for data, message in [
         (b"", "0 bytes for a header of 0 and 0 tokens of 2; it is empty or damaged"),
-        (bytes(2 * 1), "1 tokens, and block_size=16 needs 17; prepare more text"),
-        (bytes(2 * 16), "16 tokens, and block_size=16 needs 17; prepare more text"),
+        (bytes(2 * 1), "1 tokens, and block_size=16 needs 17; lower it, or prepare more text"),
+        (bytes(2 * 16), "16 tokens, and block_size=16 needs 17; lower it, or prepare more text"),
         (bytes(101), "101 bytes for a header of 0 and 50 tokens of 2; it is empty or damaged"),
         (np.full(99, 67, dtype=np.uint16).tobytes(), "train.bin: token 67 is beyond vocab_size=67"),
     ]:
