@@ -106,6 +106,7 @@ def test_cuda_sharded_adamw_keeps_nothing_of_a_step(tmp):
     try:
         mesh, model = dist.init_device_mesh("cpu", (2,)), torch.nn.Linear(8, 8)
         fully_shard(model, mesh=mesh)
+        model.blocks = torch.nn.ModuleList()  # a model has some
         optimizer, counts = make_optimizer(model, tiny(tmp)), []
         for _ in range(4):
             for p in model.parameters():
@@ -128,6 +129,7 @@ def on_fake_gpu(function):
 def half_offloaded():
     """Parameters with gradients, every other one in host memory."""
     model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList()
     for i in range(4):
         p = torch.nn.Parameter(torch.empty((4, 4)[i // 2:], device=(CUDA, "cpu")[i % 2]))
         p.grad = torch.empty_like(p)
