@@ -185,8 +185,8 @@ def run_file(path, before):
         with open(path) as f:
             exec(compile(f.read(), path, "exec"), scope)
     except (Exception, SystemExit) as e:
-        raise SystemExit(f"{path}: {type(e).__name__}: {e}; it must be a config file, "
-                         "or write --key=value")
+        raise SystemExit(f"{path}: {type(e).__name__}: {getattr(e, 'strerror', e)}; it must be a "
+                         "config file, or write --key=value")
     return {key: value for key, value in scope.items() if before.get(key) is not value
             and not (key.startswith("_") or callable(value) or inspect.ismodule(value))}
 
@@ -197,7 +197,7 @@ def coerce(key, value, cls, where, flags=()):
     if key not in types:
         near = difflib.get_close_matches(key, [*flags, *types], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
-        raise SystemExit(f"{where}: unknown key {key} (model={cls.model}); {hint} (--model first)")
+        raise SystemExit(f"{where}: no key {key} (model={cls.model}); {hint} (--model comes first)")
     rule = get_args(types[key])  # of an Annotated; of a Literal its values
     if get_origin(types[key]) is Literal:
         rule = type(rule[0]), rule.__contains__, f"one of {', '.join(map(repr, rule))}"

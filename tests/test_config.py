@@ -45,7 +45,7 @@ def one_line(function, *args):
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["--n_lyaer=2"], "unknown key n_lyaer .*did you mean n_layer"),
+    (["--n_lyaer=2"], "no key n_lyaer .*did you mean n_layer"),
     (["--n_layer=twelve"], "n_layer='twelve' must be a whole number"),
     (["--max_iters=1e400"], "must be a whole number"),
     (["--learning_rate=1e400"], "finite"),
@@ -256,7 +256,7 @@ def test_config_a_model_files_own_keys(odd, capsys):
     assert "must be a finite number" in one_line(load_config, [model, "--bias=1e400"])
     assert "one of 'a', 'b'" in one_line(load_config, [model, "--kind=c"])
     said = one_line(load_config, ["--kind=b", model])
-    assert said == "--kind=b: unknown key kind (model=gpt2); --help lists the keys (--model first)"
+    assert said == "--kind=b: no key kind (model=gpt2); --help lists the keys (--model comes first)"
     train.main([model, "--help"])
     text = capsys.readouterr().out
     keys = (r"^model odd\n  --block_size=8\n +context length in tokens\n"

@@ -691,7 +691,7 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
     (["--gpu_memory=-1"], "--gpu_memory=-1.0: pass a number above 0"),
     (["--host_memory=much"], "--host_memory"), (["--gpus_per_node=0"], "--gpus_per_node=0"),
     (["--n_lyaer=2"], "did you mean n_layer"), (["--gpu_memory=nan"], "--gpu_memory=nan"),
-    (["--gpu=H100"], "--gpu=H100: unknown key gpu (model=gpt2); --help lists the keys"),
+    (["--gpu=H100"], "--gpu=H100: no key gpu (model=gpt2); --help lists the keys"),
     (["--wrold_size=8"], "did you mean world_size?"), (["--gpu_memry=8"], "mean gpu_memory?"),
     (["--world_size"], "expected one argument"), (["--freeze=nobody"], "freeze='nobody'"),
     (["--plot=/nowhere/x.png"], "--plot=/nowhere/x.png"), (["--plot=x.xyz"], "--plot=x.xyz"),
