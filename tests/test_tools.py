@@ -87,7 +87,7 @@ def test_tools_bench(tmp, tmp_path):
         first = first or ms
         tokens = 2 * batch_size * TINY["block_size"]
         assert fastest <= ms <= slowest
-        assert tokens_per_s == pytest.approx(tokens / ms * 1e3, rel=0.05 / ms, abs=1)
+        assert tokens_per_s == pytest.approx(tokens / ms * 1e3, rel=0.1 / ms, abs=1)  # both rounded
         assert of_matmul / 100 == pytest.approx(expected * tokens_per_s / 2 / 1e6, rel=0.001)
         # the same figure on a CPU, but the second reading is a moment later
         assert host == pytest.approx(memory, rel=0.02)
