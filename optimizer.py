@@ -65,7 +65,8 @@ def require_gradients(model, batch, cfg, world):
     FSDP2 reduces those that have one: with others on another rank it would sum gradients of
     different parameters, or hang. So ask before the first backward, whose graph shows them."""
     with fsdp.autocast(cfg, world.device):  # not through DDP, which would reduce the next backward
-        nodes, seen = [model(*batch)[1].grad_fn], {None}
+        loss = model(*batch)[1]  # has a name, or torch 2.12 frees the graph
+    nodes, seen = [loss.grad_fn], {None}
     for node in nodes:  # the loop extends the list
         parents = {parent for parent, _ in node.next_functions} - seen
         nodes += parents

@@ -41,7 +41,6 @@ def plan(cfg, world, machine):
     sent = 0
     for (kind, n), size in collectives.items():  # on a ring, where an all-reduce goes round twice
         sent += size * (n - 1) / n * (2 if kind == "all_reduce" else 1)
-    # what is not counted needs room too
     fits = total[top] <= 0.9 * machine.gpu_memory and host <= machine.host_memory
     return dict(zip(KINDS[1:], timeline[top, 1:]), peak=total[top], host=host, sent=sent, fits=fits,
                 where=[where for start, where in marks if start < top][-1],
