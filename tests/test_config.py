@@ -288,6 +288,11 @@ FOUR = World(size=4, local_size=4)
 FULL = dict(strategy="full_shard")
 
 
+def test_config_nanogpts_backend_goes_on_any_machine(tmp):
+    """nccl is nanoGPT's default, so its configs have it; one process opens no group."""
+    assert resolve(tiny(tmp, backend="nccl"), ONE).strategy == "single"
+
+
 @pytest.mark.parametrize("world, overrides, message", [
     (ONE, FULL, "torchrun --standalone --nproc_per_node=2"),
     (TWO, dict(strategy="single"), "strategy"),

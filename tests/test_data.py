@@ -162,6 +162,9 @@ def test_meta_pkl_runs_no_code(tmp_path):
     meta = {"vocab_size": 2, "itos": dict(enumerate(chars)), "stoi": {"a": 0, "b": 1}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
     assert loader.read_meta(str(tmp_path)) == {"vocab_size": 2, "chars": chars}
+    del meta["vocab_size"]
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    assert loader.read_meta(str(tmp_path)) == {"vocab_size": 2, "chars": chars}
     meta = {"vocab_size": 2, "x": RunsCode(f"touch {tmp_path}/ran")}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
     with pytest.raises(SystemExit, match="not readable"):

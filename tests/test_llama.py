@@ -256,6 +256,8 @@ def test_llama_name_on_the_hub(monkeypatch, name, hub):
     monkeypatch.setattr(hub_library, "snapshot_download", lambda name, **kwargs: sys.exit(name))
     with pytest.raises(SystemExit, match=f"^{hub}$"):
         open_pretrained(name)
+    with pytest.raises(SystemExit, match="^bert-base-uncased$"):  # others have no owner either
+        encoder("bert-base-uncased")
 
 
 SIZES = {  # millions of parameters, as published

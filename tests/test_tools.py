@@ -322,6 +322,11 @@ def test_tools_metrics_of_a_resumed_run_come_after_those_that_are_there(tmp, tmp
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [dict(run="the-id", iter=0, loss=1.0), dict(
         run="the-id", iter=1, train_loss=2.0, val_loss=1000.0, val_perplexity=math.exp(700))]
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"run": "the-')  # where a disk was full
+    metrics.Log(cfg, World(), "the-id", 2, None).write(dict(iter=2, loss=3.0))
+    *_, half, last = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert half == '{"run": "the-' and json.loads(last)["loss"] == 3.0
 
 
 @pytest.mark.parametrize("name, peak", [
