@@ -4,12 +4,13 @@ The config: every key of a run, once, with its type, default, allowed values and
     cfg = load_config(["config/train_gpt2.py", "--batch_size=8", "--compile=False"])
     cfg = resolve(cfg, world)     # 'auto' spelled out for these ranks and this device
 
-Config files are Python assignments. Files and --key=value flags apply left to right, the last wins.
-A model's own keys are in its file, in ModelConfig; name --model before them. Keys that nanoGPT has
-keep its names and meanings. A mistake is a SystemExit with one line.
+Config files are Python assignments. Files and --key=value flags apply left to right, the
+last wins. A model's own keys are in its file, in ModelConfig; name --model before them. Keys
+that nanoGPT has keep its names and meanings. A mistake is a SystemExit with one line.
 """
 
 import ast
+import builtins
 import difflib
 import functools
 import importlib
@@ -28,10 +29,14 @@ import torch.distributed as dist
 HERE = os.path.dirname(os.path.abspath(__file__))
 SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
 STRATEGIES = ("single", "ddp") + SHARDED
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-          "float8": torch.bfloat16}  # float8 is for the blocks' linear layers; the rest is bf16
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.bfloat16,  # 8 bits in the blocks' linear layers; the rest is bf16
+}
 
-# A key's type says what it may be: (Python type, test, what an error says)
+# A key's type says what it may be: a Python type, a test, and what an error then says.
 Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
 Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
@@ -39,11 +44,11 @@ Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
 Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps or cuda"]
 Path = Annotated[str, len, "a name or a path"]
-PLAIN = {
-    int: (int, lambda n: True, "a whole number"),
-    float: (float, math.isfinite, "a finite number"),
-    bool: (bool, lambda b: True, "True or False"),
-    str: (str, lambda s: True, "a string"),
+PLAIN = {  # the types of a model file's keys
+    int: Annotated[int, lambda n: True, "a whole number"],
+    float: Annotated[float, math.isfinite, "a finite number"],
+    bool: Annotated[bool, lambda b: True, "True or False"],
+    str: Annotated[str, lambda s: True, "a string"],
 }
 
 
@@ -72,7 +77,7 @@ class Config:
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
     seed: Whole = 1337  # weights, data order, dropout: everything random follows from it
     # --- model
-    model: str = "gpt2"  # gpt2 is model.py, any other NAME is NAME.py: see the header of model.py
+    model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py
     freeze: str = ""  # parameters whose name matches do not train, e.g. 'wte|wpe|h\.[0-9]\.'
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
@@ -109,103 +114,186 @@ class Config:
     grad_sync: Literal["auto", "every", "last"] = "auto"
     #   reduce gradients after every micro-batch (least memory) or the last; auto: last for ddp only
 
+    given = ()  # no key: the names of those that files and flags have set (load_config)
 
-Config.given = ()  # of a config from load_config: the keys that files and flags have set
+
+# ---------- files that a key names --------------------------------------------
 
 
 def model_file(name):
-    """The module that --model names; its Model and ModelConfig are the model."""
-    file, module = "model" if name == "gpt2" else str(name), None
-    # nothing else is imported: that would run it, and a checkpoint may name anything
-    if file.isidentifier() and os.path.exists(os.path.join(HERE, f"{file}.py")):
-        module = importlib.import_module(file)
-    if not hasattr(module, "Model") or not is_dataclass(getattr(module, "ModelConfig", None)):
-        raise SystemExit(f"model={name!r}: gpt2 is model.py, any other NAME is NAME.py beside it, "
-                         "with a Model and a dataclass ModelConfig")
-    return module
+    """The module that --model names: model.py, or NAME.py at the top or in extras/."""
+    file = "model" if name == "gpt2" else str(name)
+    module = None
+    # Only these are imported: any import runs a file, and a checkpoint may name anything.
+    if file.isidentifier():
+        if os.path.exists(os.path.join(HERE, f"{file}.py")):
+            module = importlib.import_module(file)
+        elif os.path.exists(os.path.join(HERE, "extras", f"{file}.py")):
+            module = importlib.import_module(f"extras.{file}")
+    if hasattr(module, "Model") and is_dataclass(getattr(module, "ModelConfig", None)):
+        return module
+    raise SystemExit(
+        f"model={name!r}: gpt2 is model.py, any other NAME is NAME.py beside it or in extras/, "
+        "with a Model and a dataclass ModelConfig")
+
+
+def extra(name, wanted_by):
+    """The module extras/<name>.py, which a fork may have deleted."""
+    if not os.path.exists(os.path.join(HERE, "extras", f"{name}.py")):
+        raise SystemExit(f"{wanted_by} needs extras/{name}.py, which is not here")
+    return importlib.import_module(f"extras.{name}")
+
+
+def package(name, wanted_by):
+    """A package that is not in requirements.txt."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise SystemExit(f"{wanted_by}: {e}; pip install {e.name or name}")
+
+
+# ---------- from files and flags to a config ----------------------------------
 
 
 @functools.cache
 def config_class(model):
-    """Config's keys and the model's in one dataclass."""
-    cls = model_file(model).ModelConfig
-    for f in fields(cls):
+    """Config's keys and those of the model's ModelConfig, in one dataclass."""
+    model_keys = model_file(model).ModelConfig
+    for f in fields(model_keys):
         key = f"model={model!r}: ModelConfig.{f.name}, a {f.type!r},"
         if f.name in Config.__dataclass_fields__:
             raise SystemExit(f"{key} needs another name: every run has a key {f.name}")
-        if f.default is MISSING or not (f.type in PLAIN or get_origin(f.type) is Literal):
-            raise SystemExit(f"{key} must be an int, float, bool, str or Literal, with a default "
-                             "(and the file without from __future__ import annotations)")
-    return make_dataclass("RunConfig", [("model", str, model)], bases=(Config, cls))
+        is_plain = f.type in PLAIN or get_origin(f.type) is Literal
+        if f.default is MISSING or not is_plain:
+            raise SystemExit(
+                f"{key} must be an int, float, bool, str or Literal, with a default "
+                "(and the file without from __future__ import annotations)")
+    this_model = ("model", str, model)  # the default of the key `model`
+    return make_dataclass("RunConfig", [this_model], bases=(Config, model_keys))
 
 
 def model_config(cfg):
+    """The part of cfg that the model's own ModelConfig has."""
     cls = model_file(cfg.model).ModelConfig
     return cls(**{f.name: getattr(cfg, f.name) for f in fields(cls)})
 
 
 def load_config(argv, flags=()):
-    """Config files and --key=value flags, applied left to right over the defaults. flags: names
-    that the command takes itself, which a mistyped one may have meant."""
-    cls, values = config_class(Config.model), {}
+    """Config files and --key=value flags, applied left to right over the defaults.
+    flags: names that the command takes itself, which a mistyped key may have meant."""
+    cls = config_class(Config.model)
+    values = {}
     for arg in argv:
         if arg.startswith("--") and "=" in arg:
-            given = dict([arg[2:].split("=", 1)])  # the first '=': a value may contain more
+            key, _, value = arg[2:].partition("=")  # the value may contain another =
+            assigned = {key: value}
         else:
-            given = run_file(arg, {**vars(cls()), **values})
-        cls = config_class(given.get("model", cls.model))
-        values.update({key: coerce(key, given[key], cls, arg, flags) for key in given})
+            assigned = run_file(arg, before={**vars(cls()), **values})
+        cls = config_class(assigned.get("model", cls.model))
+        for key, value in assigned.items():
+            values[key] = coerce(key, value, cls, arg, flags)
+    for key in values:
+        if key not in cls.__dataclass_fields__:  # it stood before --model
+            raise SystemExit(f"{key}: model={cls.model} has no such key; use --help")
+    # On the class, so that replace() keeps it.
     return make_config(type("RunConfig", (cls,), {"given": tuple(values)}), values)
 
 
-def with_model(cfg, source):
-    """cfg with the model of a checkpoint, and its sizes; dropout stays this run's."""
-    cls = config_class(source.header["config"].get("model", "gpt2"))
+def run_file(path, before):
+    """{key: value} of what the file assigns. It may compute with the values before it."""
+    # As if `before` were built in: the file can read it, and only what it assigns is in scope.
+    scope = {"__builtins__": {**vars(builtins), **before}}
+    try:
+        with open(path) as f:
+            exec(compile(f.read(), path, "exec"), scope)
+    except (Exception, SystemExit) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise SystemExit(
+            f"{path}: {type(e).__name__}: {reason}; it must be a config file, or write "
+            "--key=value")
+    assigned = {}
+    for key, value in scope.items():
+        is_helper = key.startswith("_") or callable(value) or inspect.ismodule(value)
+        if not is_helper:
+            assigned[key] = value
+    return assigned
+
+
+def with_model(cfg, model, sizes, where):
+    """cfg with a checkpoint's model and sizes; dropout stays this run's. `where` has them.
+    SystemExit if a file or flag has set another one. (A shorter context is no other model.)
+    """
+    if "model" in cfg.given and cfg.model != model:
+        refuse("model", cfg.model, model, where)
+    cls = config_class(model)
     values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    for key, value in source.header["model_args"].items():
-        if key != "dropout":
-            values[key] = coerce(key, value, cls, source.path)
-    return make_config(cls, {**values, "model": cls.model})
+    values["model"] = model
+    for key, value in sizes.items():
+        if key == "dropout":
+            continue
+        value = coerce(key, value, cls, where)
+        ours = values.get(key, value)  # this run's model may have no such key
+        shorter = key == "block_size" and ours < value
+        if key in cfg.given and ours != value and not shorter:
+            refuse(key, ours, value, where)
+        values[key] = value
+    return make_config(cls, values)
+
+
+def refuse(key, ours, theirs, where):
+    raise SystemExit(
+        f"{key}={ours} in this run, but {where} has {key}={theirs}; pass --{key}={theirs}, or "
+        "another out_dir or init_from")
+
+
+# The keys that change a run's numbers. One that resumes with another value is told so.
+NUMBERS = (
+    "dataset", "gradient_accumulation_steps", "batch_size", "seed", "freeze", "momentum",
+    "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip", "decay_lr",
+    "warmup_iters", "lr_decay_iters", "min_lr", "block_size", "dropout",
+)
+
+
+def differences(before, cfg):
+    """["key=new (was old)"]; before: {key: value} of a checkpoint."""
+    changed = []
+    for key in NUMBERS:
+        value = getattr(cfg, key, None)  # Llama has no dropout
+        if before.get(key, value) != value:
+            changed.append(f"{key}={value!r} (was {before[key]!r})")
+    return changed
 
 
 def make_config(cls, values):
     try:
         cfg = cls(**values)
-        if getattr(cfg, "n_layer", 1) > 10_000:  # they would be built for minutes without a word
-            raise ValueError(f"n_layer={cfg.n_layer} must be at most 10000")
-        return cfg
-    except (TypeError, ValueError) as e:  # a key of another model; sizes that do not fit together
-        raise SystemExit(f"{str(e).removeprefix('RunConfig.__init__() ')} (model={cls.model})")
-
-
-def run_file(path, before):
-    """{key: value} that the file sets. It may compute with the values before it, as in nanoGPT."""
-    scope = dict(before)
-    try:
-        with open(path) as f:
-            exec(compile(f.read(), path, "exec"), scope)
-    except (Exception, SystemExit) as e:
-        raise SystemExit(f"{path}: {type(e).__name__}: {getattr(e, 'strerror', e)}; it must be a "
-                         "config file, or write --key=value")
-    return {key: value for key, value in scope.items() if before.get(key) is not value
-            and not (key.startswith("_") or callable(value) or inspect.ismodule(value))}
+    except ValueError as e:  # sizes that do not fit together
+        raise SystemExit(f"{e} (model={cls.model})")
+    if getattr(cfg, "n_layer", 1) > 10_000:  # they would be built for minutes, in silence
+        raise SystemExit(f"n_layer={cfg.n_layer} must be at most 10000 (model={cls.model})")
+    return cfg
 
 
 def coerce(key, value, cls, where, flags=()):
-    """value as the key's type: exact, except that 1 may become 1.0, and 1e4 become 10000."""
+    """value as the key's type: exact, but 1 may become 1.0, and 1e4 become 10000."""
     types = {f.name: f.type for f in fields(cls)}
     if key not in types:
         near = difflib.get_close_matches(key, [*flags, *types], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: no key {key} (model={cls.model}); {hint} (--model comes first)")
-    rule = get_args(types[key])  # of an Annotated; of a Literal its values
-    if get_origin(types[key]) is Literal:
-        rule = type(rule[0]), rule.__contains__, f"one of {', '.join(map(repr, rule))}"
-    kind, test, words = PLAIN.get(types[key], rule)
+    allowed = PLAIN.get(types[key], types[key])
+    if get_origin(allowed) is Literal:
+        choices = get_args(allowed)
+        kind = type(choices[0])
+        test = choices.__contains__
+        words = f"one of {', '.join(map(repr, choices))}"
+    else:
+        kind, test, words = get_args(allowed)
     with suppress(SyntaxError, ValueError, OverflowError):  # what is no number stays as it is
         if where.startswith("--") and kind is not str:  # a flag's text
             value = ast.literal_eval(str(value).capitalize())  # also true, false
-        if {kind, type(value)} == {int, float} and kind(value) == value:
+        is_number = type(value) in (int, float) and kind in (int, float)
+        if is_number and kind(value) == value:
             value = kind(value)
     if type(value) is not kind or not test(value):
         raise SystemExit(f"{where}: {key}={value!r} must be {words}")
@@ -215,77 +303,110 @@ def coerce(key, value, cls, where, flags=()):
 def help_text(usage, model="gpt2"):
     """usage, then every key with its default and its comment in the code."""
     lines = [usage.strip()]
-    for cls in (Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])):
-        for line in inspect.getsource(cls).splitlines():
-            key = re.match(r"    (\w+): .+? = (\S+)", line)
-            _, _, comment = line.partition("# ")
-            if key:
-                lines.append(f"  --{key[1]}={key[2]}")
-            if comment.startswith("--- "):
-                lines += ["", comment[4:]]
-            elif comment and (key or line.startswith("    #   ")):
-                lines.append(f"        {comment.strip()}")
+    classes = [Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])]
+    source = "".join(inspect.getsource(cls) for cls in classes)
+    for line in source.splitlines():
+        key = re.match(r"    (\w+): .+? = (\S+)", line)
+        _, _, comment = line.partition("# ")
+        if comment.startswith("--- "):  # a heading
+            lines += ["", comment[4:]]
+            continue
+        if key:
+            lines.append(f"  --{key[1]}={key[2]}")
+        if comment and (key or line.startswith("    #   ")):
+            lines.append(f"        {comment.strip()}")
     return "\n".join(lines)
 
 
+# ---------- what a config means on these ranks --------------------------------
+
+
 def resolve(cfg, world, distributed=None):
-    """cfg with strategy, dtype, grad_sync and shard_group_size spelled out. SystemExit if keys can
-    not be combined. distributed: is there a process group, or would there be (plan.py)?"""
-    distributed = dist.is_initialized() if distributed is None else distributed
-    cfg = replace(cfg, strategy=cfg.strategy or ("full_shard" if distributed else "single"),
-                  dtype=best_dtype(world.device) if cfg.dtype == "auto" else cfg.dtype)
+    """cfg with strategy, dtype, grad_sync and shard_group_size spelled out. SystemExit if
+    keys can not be combined. distributed: is there a process group, or would there be?"""
+    if distributed is None:
+        distributed = dist.is_initialized()
+    if not cfg.strategy:
+        cfg = replace(cfg, strategy="full_shard" if distributed else "single")
+    if cfg.dtype == "auto":
+        cfg = replace(cfg, dtype=best_dtype(world.device))
     for key, wrong, remedy in conflicts(cfg, world, distributed):
         if wrong:
-            raise SystemExit(f"{key}={getattr(cfg, key)!r} with strategy={cfg.strategy} on "
-                             f"{world.device.type}, {world.size} processes: {remedy}")
-    sync = "last" if cfg.strategy == "ddp" else "every"
-    group = (cfg.shard_group_size or world.local_size) if cfg.strategy == "hybrid_shard" else 0
-    return replace(cfg, shard_group_size=group,
-                   grad_sync=sync if cfg.grad_sync == "auto" else cfg.grad_sync)
+            raise SystemExit(
+                f"{key}={getattr(cfg, key)!r} with strategy={cfg.strategy} on "
+                f"{world.device.type}, {world.size} processes: {remedy}")
+    if cfg.grad_sync == "auto":
+        cfg = replace(cfg, grad_sync="last" if cfg.strategy == "ddp" else "every")
+    if cfg.strategy == "hybrid_shard" and not cfg.shard_group_size:
+        cfg = replace(cfg, shard_group_size=world.local_size)
+    return cfg
 
 
-def conflicts(c, world, distributed):
+def conflicts(cfg, world, distributed):
     """[(key, is it wrong?, remedy)]."""
-    W, kind, single = world.size, world.device.type, c.strategy == "single"
-    hybrid, group = c.strategy == "hybrid_shard", c.shard_group_size or world.local_size
-    mode = c.activation_checkpointing
-    inside = c.wrap_min_params and (mode != "none" or c.loss_chunks)  # units in what is recomputed
-    compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
-    only = dict(cpu_offload=SHARDED, wrap_min_params=SHARDED, prefetch_blocks=SHARDED,
-                reduce_dtype=STRATEGIES[1:], grad_sync=STRATEGIES[1:],
-                shard_group_size=("hybrid_shard",))
-    return [
-        ("strategy", W > 1 if single else not distributed,
+    size = world.size
+    kind = world.device.type
+    single = cfg.strategy == "single"
+    alone_or_not = size > 1 if single else not distributed
+    group = cfg.shard_group_size or world.local_size
+    uneven_groups = cfg.strategy == "hybrid_shard" and size % group
+    no_head_loss = not hasattr(model_file(cfg.model).Model, "head_loss")
+    mode = cfg.activation_checkpointing
+    # wrap_min_params may put units inside of what is recomputed.
+    inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
+    compilers = (os.environ.get("CXX", "g++"), "clang++")
+    no_compiler = kind == "cpu" and not any(map(shutil.which, compilers))
+    table = [
+        ("strategy", alone_or_not,
          "single needs python train.py, the others torchrun --standalone --nproc_per_node=2"),
-        *[(key, getattr(c, key) != getattr(Config, key) and c.strategy not in strategies,
-           f"it is for {', '.join(strategies)}; use --{key}={getattr(Config, key)}")
-          for key, strategies in only.items()],
-        ("shard_group_size", hybrid and W % group,
-         f"{W} processes do not divide into groups of {group}; use a divisor of {W}"),
-        ("backend", c.backend == "nccl" and kind != "cuda" and not single,
+        ("shard_group_size", uneven_groups,
+         f"{size} processes do not divide into groups of {group}; use a divisor of {size}"),
+        ("backend", cfg.backend == "nccl" and kind != "cuda" and not single,
          "NCCL needs CUDA; use --backend=auto"),
-        ("gradient_accumulation_steps", c.gradient_accumulation_steps % W,
-         f"it counts all ranks' micro-batches; use a multiple of {W}"),
-        ("dtype", c.dtype == "float8" and c.strategy == "ddp",
+        ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,
+         f"it counts all ranks' micro-batches; use a multiple of {size}"),
+        ("dtype", cfg.dtype == "float8" and cfg.strategy == "ddp",
          "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
-        ("cpu_offload", c.cpu_offload and c.dtype in ("float8", "float16"),
-         f"{c.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or float32"),
-        ("loss_chunks", c.loss_chunks and not hasattr(model_file(c.model).Model, "head_loss"),
-         f"model={c.model} has no head_loss (see the header of model.py); use --loss_chunks=0"),
-        ("activation_offload", c.activation_offload and (c.compile or mode != "full"),
-         "it moves what checkpointing keeps; use --activation_checkpointing=full --compile=False"),
-        ("wrap_min_params", inside and (c.compile or c.prefetch_blocks or mode == "selective"),
-         "use --wrap_min_params=0, or full checkpointing with --compile=False --prefetch_blocks=0"),
-        ("compile", c.compile and kind == "cpu" and not compiler,
+        ("cpu_offload", cfg.cpu_offload and cfg.dtype in ("float8", "float16"),
+         f"{cfg.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or "
+         "float32"),
+        ("loss_chunks", cfg.loss_chunks and no_head_loss,
+         f"model={cfg.model} has no head_loss (see docs/model_file.md); use --loss_chunks=0"),
+        ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
+         "it moves what checkpointing keeps; use --activation_checkpointing=full "
+         "--compile=False"),
+        ("wrap_min_params",
+         inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),
+         "use --wrap_min_params=0, or full checkpointing with --compile=False "
+         "--prefetch_blocks=0"),
+        ("compile", cfg.compile and no_compiler,
          "compiling for a CPU needs a C++ compiler; install g++, or use --compile=False"),
     ]
+    parallel = STRATEGIES[1:]
+    only = {
+        "cpu_offload": SHARDED,
+        "wrap_min_params": SHARDED,
+        "prefetch_blocks": SHARDED,
+        "reduce_dtype": parallel,
+        "grad_sync": parallel,
+        "shard_group_size": ("hybrid_shard",),
+    }
+    for key, strategies in only.items():
+        default = getattr(Config, key)
+        given = getattr(cfg, key) != default
+        remedy = f"it is for {', '.join(strategies)}; use --{key}={default}"
+        table.append((key, given and cfg.strategy not in strategies, remedy))
+    return table
 
 
 def best_dtype(device):
-    """The compute type that the device is fast at; bf16 first, since it needs no loss scaling."""
+    """The compute type that the device is fast at; bf16 first: it needs no loss scaling."""
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
-    # private probes, as there are no public ones; if they disappear, fp32 is always right
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    fast = device.type == "cpu" and any(getattr(torch.cpu, p, bool)() for p in probes)
-    return "bfloat16" if fast else "float32"
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return "bfloat16" if has_bf16 else "float16"
+    if device.type == "cpu":
+        # Private probes, as there are no public ones. If they go, fp32 is always right.
+        for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            if getattr(torch.cpu, probe, bool)():
+                return "bfloat16"
+    return "float32"

@@ -14,10 +14,16 @@ import configurator  # noqa: E402
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """tmp_path, as if the files in it lay beside model.py: for --model, also of forked ranks."""
-    (tmp_path / "model.py").symlink_to(os.path.join(configurator.HERE, "model.py"))
+    for name in ("model.py", "extras"):
+        (tmp_path / name).symlink_to(os.path.join(configurator.HERE, name))
     monkeypatch.setattr(configurator, "HERE", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:  # another test's file may have the same name
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+    configurator.config_class.cache_clear()
 
 
 def pytest_addoption(parser):

@@ -1,13 +1,15 @@
 """
-What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to wandb
-and TensorBoard if asked for. A resumed run appends: earlier rows from its step on are void.
+What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to
+wandb and TensorBoard if asked for.
 
-    log = Log(cfg, world, run_id, step, model)  # which is on the meta device
-    log.step(step, loss, norm, lr, scale)      # every log_interval steps
-    with log.paused(): ...                     # an evaluation is no part of the steps' time
+    log = Log(cfg, world, saver.out_dir, saver.run_id, step)    # no run_id: only print
+    log.count_flops(model)                   # a model on the meta device
+    log.step(step, loss, norm, lr, scale)    # every log_interval steps
+    with log.paused(): ...                   # an evaluation is no part of the steps' time
+
+A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 """
 
-import importlib
 import json
 import math
 import os
@@ -20,33 +22,53 @@ from dataclasses import asdict
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkpoint import first_line, writing
-from ranks import print0
+from configurator import package
+from ranks import first_line, print0
 
-# dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16)
+# Dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16).
 PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H200 NVL": 835e12, "GH200 480GB": 989e12,
-    "GH200 144G HBM3e": 989e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
-    "A100-SXM4-40GB": 312e12, "A100-SXM4-80GB": 312e12, "A100-PCIE-40GB": 312e12,
-    "A100 80GB PCIe": 312e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-    "V100-SXM2-16GB": 125e12, "V100-SXM2-32GB": 125e12, "T4": 65e12,
-    "GeForce RTX 4090": 165e12, "GeForce RTX 3090": 71e12}
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "GH200 480GB": 989e12,
+    "GH200 144G HBM3e": 989e12,
+    "H100 80GB HBM3": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "A100-SXM4-40GB": 312e12,
+    "A100-SXM4-80GB": 312e12,
+    "A100-PCIE-40GB": 312e12,
+    "A100 80GB PCIe": 312e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100-SXM2-16GB": 125e12,
+    "V100-SXM2-32GB": 125e12,
+    "T4": 65e12,
+    "GeForce RTX 4090": 165e12,
+    "GeForce RTX 3090": 71e12,
+}
 
 
 def peak_flops(device):
-    """Peak bf16 FLOP/s, or None; matched by the whole name, since L40 contains L4."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return PEAK_FLOPS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
+    """Peak bf16 FLOP/s, None if unknown; by the whole name, since L40 contains L4."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    name = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+    return PEAK_FLOPS.get(name)
 
 
 def flops_per_token(model, world):
-    """FLOPs of forward and backward for a token, as PyTorch counts them on meta: 6 for each weight
-    in a product, 12 T C a layer for attention (PaLM, appendix B), less what frozen parameters
-    spare. 0 if they cannot be counted."""
+    """FLOPs of forward and backward for a token, as PyTorch counts them on the meta device: 6
+    for each weight in a product, 12 T C a layer for attention (PaLM, appendix B), less what
+    frozen parameters spare. 0 if they cannot be counted."""
     idx = torch.zeros(1, model.config.block_size, dtype=torch.long, device="meta")
     try:
         with FlopCounterMode(display=False) as counter:
-            model(idx, idx)[1].backward()
+            _, loss = model(idx, idx)
+            loss.backward()
     except Exception as e:  # a shape or a branch depends on values, which meta has not
         print0(world, f"mfu n/a: the model does not run on the meta device ({first_line(e)})")
         return 0
@@ -66,42 +88,56 @@ def describe(cfg, model, batches, source, world):
     n = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     samples = cfg.gradient_accumulation_steps * cfg.batch_size
-    yield (f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
-           f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens a step, "
-           f"epoch = {len(batches.files['train']) / samples:,.0f} steps")
+    epoch = len(batches.files["train"]) / samples
+    yield (
+        f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
+        f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens a step, "
+        f"epoch = {epoch:,.0f} steps")
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
     if source:
         step = source.header["iter_num"]
         yield f"starting from {source.path} at step {step}"
         if step >= cfg.max_iters:
-            yield f"nothing left to train: max_iters={cfg.max_iters}; raise --max_iters to continue"
+            yield f"nothing left to train: max_iters={cfg.max_iters}; raise it to continue"
+    if cfg.decay_lr and cfg.max_iters > cfg.lr_decay_iters:
+        yield (
+            f"from step lr_decay_iters={cfg.lr_decay_iters} to max_iters={cfg.max_iters} the "
+            f"learning rate is min_lr={cfg.min_lr}")
 
 
 class Log:
-    def __init__(self, cfg, world, run_id, step, model):
-        self.max_iters, self.world, self.next_step = cfg.max_iters, world, step
+    def __init__(self, cfg, world, out_dir, run_id, step):
+        self.max_iters = cfg.max_iters
+        self.world = world
+        self.run_id = run_id
+        self.next_step = step
         self.started = self.since = time.time()
         self.tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
         self.peak_flops = peak_flops(world.device)
-        # only for MFU: counting takes as long as several steps of a small model
-        self.flops = flops_per_token(model, world) * self.tokens if self.peak_flops else 0
-        self.run_id, self.file, self.wandb, self.tensorboard = run_id, None, None, None
-        if not run_id or world.rank > 0:  # eval_only leaves nothing behind
+        self.flops = 0  # of a step; see count_flops
+        self.file = self.wandb = self.tensorboard = None
+        if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
             return
-        self.path = os.path.join(cfg.out_dir, "metrics.jsonl")
-        with writing(self.path):
-            self.file = open(self.path, "a+", errors="replace")
-            self.file.seek(0)
-            if self.file.read().rpartition("\n")[2]:  # half a row, where a disk was full
-                self.file.write("\n")
+        self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a")
         if cfg.wandb_log:
-            self.wandb = optional("wandb", "wandb_log=True").init(
-                project=cfg.wandb_project, name=cfg.wandb_run_name, dir=cfg.out_dir,
-                config=asdict(cfg), id=run_id, resume="allow" if step else None)
+            self.wandb = package("wandb", "wandb_log=True").init(
+                project=cfg.wandb_project,
+                name=cfg.wandb_run_name,
+                dir=out_dir,
+                config=asdict(cfg),
+                id=run_id,
+                resume="allow" if step else None,
+            )
         if cfg.tensorboard:
-            module = optional("torch.utils.tensorboard", "tensorboard=True")
-            self.tensorboard = module.SummaryWriter(cfg.out_dir, purge_step=step or None)
+            module = package("torch.utils.tensorboard", "tensorboard=True")
+            self.tensorboard = module.SummaryWriter(out_dir, purge_step=step or None)
+
+    def count_flops(self, model):
+        """For MFU, so only where the device's peak is known: it takes as long as several
+        steps of a small model. model: on the meta device."""
+        if self.peak_flops:
+            self.flops = flops_per_token(model, self.world) * self.tokens
 
     @contextmanager
     def paused(self):
@@ -111,29 +147,46 @@ class Log:
 
     def step(self, step, loss, norm, lr, scale):
         """Log this step's numbers, and the time of a step since the last call."""
-        now, memory = time.time(), peak_memory(self.world.device)
+        now = time.time()
         seconds = (now - self.since) / (step + 1 - self.next_step)
-        self.since, self.next_step = now, step + 1
-        rate = self.tokens / seconds
-        mfu = self.flops / seconds / self.peak_flops / self.world.size if self.flops else None
-        print0(self.world, f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
-                           f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {rate:,.0f} tok/s, "
-                           f"norm {norm:.2f}, mem {memory / 2**30:.2f}GiB, "
-                           f"{seconds * (self.max_iters - step - 1) / 60:.1f}m left")
-        self.write(dict(iter=step, loss=loss, grad_norm=norm, lr=lr, time_ms=seconds * 1000,
-                        tokens_per_s=rate, mfu=mfu, loss_scale=scale, peak_memory=memory,
-                        wall_s=now - self.started))
+        self.since = now
+        self.next_step = step + 1
+        tokens_per_s = self.tokens / seconds
+        memory = peak_memory(self.world.device)
+        minutes_left = seconds * (self.max_iters - step - 1) / 60
+        mfu = None
+        if self.flops:
+            mfu = self.flops / seconds / (self.peak_flops * self.world.size)
+        print0(
+            self.world,
+            f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
+            f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {tokens_per_s:,.0f} tok/s, "
+            f"norm {norm:.2f}, mem {memory / 2**30:.2f}GiB, {minutes_left:.1f}m left")
+        self.write(dict(
+            iter=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            time_ms=seconds * 1000,
+            tokens_per_s=tokens_per_s,
+            mfu=mfu,
+            loss_scale=scale,
+            peak_memory=memory,
+            wall_s=now - self.started,
+        ))
 
     def evaluation(self, step, losses):
-        train, val = losses["train"], losses["val"]
+        train = losses["train"]
+        val = losses["val"]
         print0(self.world, f"step {step}: train loss {train:.4f}, val loss {val:.4f}")
-        self.write(dict(iter=step, train_loss=train, val_loss=val,
-                        val_perplexity=math.exp(min(val, 700))))  # exp overflows from 710 on
+        perplexity = math.exp(min(val, 700))  # exp overflows from 710 on
+        self.write(dict(
+            iter=step, train_loss=train, val_loss=val, val_perplexity=perplexity))
 
     def write(self, row):
         if self.file:
-            with writing(self.path):
-                print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
+            line = json.dumps({"run": self.run_id, **row})
+            print(line, file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["iter"])
         if self.tensorboard:
@@ -145,11 +198,3 @@ class Log:
     def close(self):
         if self.wandb:
             self.wandb.finish()
-
-
-def optional(module, wanted_by):
-    """Import what is not in requirements.txt; SystemExit with what to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as e:
-        raise SystemExit(f"{wanted_by}: {e}; pip install {e.name or module}")

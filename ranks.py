@@ -1,15 +1,17 @@
 """
-Processes: who am I among the ranks, how a run starts, and how it leaves.
+Processes: who am I among the ranks, how ranks agree, stop together, and leave.
 
-    world = setup(cfg.device, cfg.backend)   # rank, size, device; the process group under torchrun
-    stop = StopSignal(world)                 # SIGTERM, Ctrl-C: all ranks stop after the same step
-    run(main, sys.argv[1:])                  # a user's mistake is one line and exit code 1
+    world = setup("auto", "auto")            # rank, size, device; opens the process group
+    stop = StopSignal(world)                 # SIGTERM, Ctrl-C: stop after the same step
+    run(main, sys.argv[1:])                  # a user's mistake is one line, exit code 1
+
+torchrun starts the processes and tells each its place in environment variables: RANK,
+WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Without them this process is alone.
 """
 
 import functools
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -19,83 +21,99 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(hours=12)  # of waits for one rank's disk or network
+TIMEOUT = timedelta(minutes=10)  # a rank that waits longer for a collective gives up
+PATIENCE = timedelta(hours=12)  # where all ranks wait for one rank's disk or download
 
 
 @dataclass(frozen=True)
 class World:
-    rank: int = 0
+    rank: int = 0  # 0 to size - 1
     size: int = 1
     device: torch.device = torch.device("cpu")
     local_size: int = 1  # ranks on this node
 
 
-def setup(device, backend):
-    """The World of this process. Under torchrun, which sets RANK, also opens the process group."""
-    env = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, **os.environ}
+# ---------- start -------------------------------------------------------------
+
+
+def setup(device, backend, cpu_offload=0.0):
+    """The World of this process; under torchrun, open its process group (all ranks).
+    cpu_offload: if above 0 the CPU runs the optimizer, on this rank's share of the cores.
+    """
+    env = os.environ
+    local_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    if cpu_offload:  # torchrun gives each process one thread
+        torch.set_num_threads(max(1, os.cpu_count() // local_size))
     if "RANK" not in env:
         return World(device=pick_device(device))
-    if "TORCHELASTIC_RUN_ID" in env:  # Linux ends a rank with its torchrun: a new run may take over
-        # private, as PyTorch's spawn has it; where it is missing, nothing happens
-        getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", id)(signal.SIGKILL)
-    rank, size, local_rank, local_size = (
-        int(env[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    device = pick_device(device, local_rank)
+    rank = int(env["RANK"])
+    size = int(env["WORLD_SIZE"])
+    device = pick_device(device, int(env.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
-        try:
-            # torchrun's store is there before its ranks; PyTorch would try for minutes, and log it
-            if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                socket.create_connection((env["MASTER_ADDR"], env["MASTER_PORT"]), 60).close()
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
-        except (OSError, RuntimeError):
-            raise SystemExit(f"torchrun at {env['MASTER_ADDR']} does not answer; start it again")
-        store.set_timeout(timedelta(minutes=10))
-        if env.get("GROUP_WORLD_SIZE") == "1":  # nodes count restarts apart: see docs/clusters.md
-            # torchrun's store outlives a restart (pytorch issue 135712): without a new prefix a
-            # restarted rank could call the address that its dead peer left there
-            store = dist.PrefixStore("start " + env["TORCHELASTIC_RESTART_COUNT"], store)
-        # NCCL never alone: offloaded gradients, stop flags and objects go through the CPU
-        nccl = device.type == "cuda" and backend != "gloo"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=rank,
-                                world_size=size, timeout=timedelta(minutes=10))
-    patient_group()  # now, while all ranks are here
+        open_group(rank, size, device, backend)
+    patient_group()  # made now, while all ranks are here
     return World(rank, size, device, local_size)
+
+
+def open_group(rank, size, device, backend):
+    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun's store outlives a restart (PyTorch issue 135712): a restarted rank could
+        # call the address that its dead peer left there. So each start has keys of its own.
+        # Several nodes count their restarts apart; docs/clusters.md has their remedy.
+        store = dist.PrefixStore("start " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    backends = "gloo"
+    if device.type == "cuda" and backend != "gloo":
+        # Name gloo as well: offloaded gradients, stop flags and objects travel over the CPU.
+        backends = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 @functools.cache
 def patient_group():
-    """The ranks as a group that waits for hours: while rank 0 writes a checkpoint, or downloads."""
+    """The same ranks, as a group that waits for hours while rank 0 reads or writes."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def pick_device(name, local_rank=None):
-    """'auto', 'cpu', 'mps', 'cuda' or 'cuda:1'; under torchrun, this local rank's own GPU."""
-    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()),
-             "cpu": sys.maxsize}
+    """The device that 'auto', 'cpu', 'mps', 'cuda' or 'cuda:1' means on this machine. With
+    a local_rank (under torchrun), 'cuda' is that rank's own GPU. SystemExit if it has none.
+    """
+    is_first = local_rank in (None, 0)
+    has_mps = torch.backends.mps.is_available() and is_first  # one process may use it
     if name == "auto":
-        kinds = ("cuda", "mps", "cpu") if local_rank is None else ("cuda", "cpu")
-        name = next(kind for kind in kinds if count[kind])
+        name = "cpu"
+        if torch.cuda.is_available():
+            name = "cuda"
+        elif has_mps and local_rank is None:
+            name = "mps"
     kind, _, index = name.partition(":")
-    index = int(index or 0) if local_rank is None else local_rank
-    if index >= count[kind]:
-        raise SystemExit(f"device={name}: this machine has {count[kind]} of that kind; use "
-                         "--device=cpu, or fewer processes a node")
-    if kind != "cuda":
-        return torch.device(kind)
-    torch.cuda.set_device(index)  # now, or every rank opens a context on GPU 0
-    return torch.device(kind, index)
+    if kind == "cuda":
+        index = int(index or 0) if local_rank is None else local_rank
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise SystemExit(
+                f"device={name}: this machine has {count} GPUs; use --device=cpu, or fewer "
+                "processes a node")
+        torch.cuda.set_device(index)  # before anything else, or every rank starts on GPU 0
+        return torch.device("cuda", index)
+    if kind == "mps" and not has_mps:
+        raise SystemExit("device=mps: there is none for this process; use --device=cpu")
+    return torch.device(kind)
+
+
+# ---------- agree -------------------------------------------------------------
 
 
 def print0(world, *args):
     if world.rank == 0:
-        try:
-            print(*args, flush=True)
-        except OSError:  # the terminal was closed: the run goes on, and saves when SIGHUP says so
-            sys.stdout = open(os.devnull, "w")
+        print(*args, flush=True)
 
 
-def mean(x, world, patient=False):
-    """The mean of tensor x over all ranks, in place (collective). patient: for hours."""
+def all_reduce_mean_(x, world, patient=False):
+    """Make tensor x its mean over all ranks, in place; returns it (collective).
+    patient: wait for hours, since a rank may come late from its disk."""
     if world.size > 1:
         dist.all_reduce(x, group=patient_group() if patient else None)
         x /= world.size
@@ -103,82 +121,101 @@ def mean(x, world, patient=False):
 
 
 def from_rank0(world, action):
-    """action() on rank 0; what it returns, or its SystemExit, on every rank (collective)."""
-    box = [None, None]  # its value, or what is wrong
+    """Call action() on rank 0 while the others wait, for hours if need be. Every rank then
+    returns what it returned, or raises its SystemExit (collective)."""
+    value = error = None
     if world.rank == 0:
         try:
-            box[0] = action()
+            value = action()
         except SystemExit as e:
-            box[1] = e.code
+            error = e.code
     if world.size > 1:
-        dist.broadcast_object_list(box, src=0, group=patient_group(), device=torch.device("cpu"))
-    if box[1]:
-        raise SystemExit(box[1])
-    return box[0]
+        box = [value, error]
+        cpu = torch.device("cpu")
+        dist.broadcast_object_list(box, src=0, group=patient_group(), device=cpu)
+        value, error = box
+    if error:
+        raise SystemExit(error)
+    return value
 
 
 class StopSignal:
-    """SIGTERM, SIGINT, SIGHUP: all ranks stop after the same step. A second one ends at once."""
-    number = 0  # the first signal that this process got
+    """Notes SIGTERM and Ctrl-C, so that all ranks can stop after the same step."""
 
     def __init__(self, world):
-        self.world, self.time = world, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self.handle)
+        self.world = world
+        self.received = False
+        signal.signal(signal.SIGTERM, self.handle)
+        signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, number, frame):
-        if not self.number:
-            StopSignal.number, self.time = number, time.time()
-        elif time.time() - self.time > 2:  # within 2 s: the same Ctrl-C, forwarded by torchrun
+        self.received = True
+        # A second signal ends the run at once. Not under torchrun, where it is the same one:
+        # the terminal sends Ctrl-C to the ranks, and torchrun passes it on to them again.
+        if not dist.is_initialized():
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
     def requested(self):
         """Has any rank got a signal? The same answer on all of them (collective)."""
-        flag = torch.tensor(self.number)
+        flag = torch.tensor(float(self.received))
         if self.world.size > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
 
-def peer_left(e):
-    """Did a connection break because another rank ended? (An OSError is of a file or download.)"""
-    words = ("by peer", "Broken pipe", "Connection refused", "remote process")
-    return isinstance(e, RuntimeError) and any(word in str(e) for word in words)
+# ---------- leave -------------------------------------------------------------
 
 
 def run(main, *args):
-    """Call main(*args) and leave: a SystemExit's text is one line and exit code 1, said by local
-    rank 0. With gloo's threads alive one interpreter in ten aborts in its own clean-up (exit code
-    -6), after all work is done, so a process with a group leaves through os._exit."""
-    code, wait, left = 0, False, False
+    """Call main(*args) and leave. A SystemExit's text is one line and exit code 1; any other
+    exception is a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal: no traceback either
+    code = 0
     try:
         main(*args)
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT  # as a shell says it
     except SystemExit as e:
-        code = e.code or 0
-        wait = int(os.environ.get("LOCAL_RANK", 0)) > 0  # local rank 0 says the same
-    except BaseException as e:
-        code = traceback.format_exc()
-        first, left = str(e).partition("\n")[0], peer_left(e)
-        words = ("can't allocate memory", "size calculation overflowed")  # RuntimeErrors of CPUs
-        if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(w in str(e) for w in words):
-            code = f"out of memory: {first}; lower batch_size or the model's sizes, see plan.py"
-        elif left:
-            code = f"another rank ended, or the network failed: {first}"
-        wait = "RANK" in os.environ and isinstance(e, RuntimeError)  # maybe another rank's fault
-    if isinstance(code, str):
-        if wait:  # if another rank says it, torchrun ends this one meanwhile
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # StopSignal would only note it
-            time.sleep(5)
-        if not (left and StopSignal.number):  # torchrun has asked this one to end too
-            print(code, file=sys.stderr)
-        code = 1
+        code = say(e.code)
+    except Exception as e:
+        if out_of_memory(e):
+            code = say(f"out of memory: {first_line(e)}; lower batch_size or the model's sizes")
+        else:
+            traceback.print_exc()
+            code = 1
+    leave(code)
+
+
+def say(message):
+    """Print what a SystemExit says, once for the ranks of this node; returns the exit code."""
+    if message is None or isinstance(message, int):
+        return message or 0
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        # Local rank 0 has probably said the same; then torchrun ends this rank meanwhile.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+    print(message, file=sys.stderr)
+    return 1
+
+
+def leave(code):
+    """With gloo's threads alive one interpreter in ten aborts (exit code -6) in its own
+    clean-up, after all work is done. So a process with a group leaves without cleaning up."""
     sys.stdout.flush()
-    if dist.is_initialized():
-        if code == 0:
-            dist.all_reduce(torch.zeros(1))  # a barrier: others may still use our connections
-        os._exit(code)
-    sys.exit(code)
+    sys.stderr.flush()
+    if not dist.is_initialized():
+        sys.exit(code)
+    if code == 0:
+        dist.all_reduce(torch.zeros(1))  # a barrier: peers may still use our connections
+    os._exit(code)
+
+
+def out_of_memory(e):
+    """PyTorch has an exception for GPUs only; on CPUs it is a RuntimeError that says so."""
+    texts = ("can't allocate memory", "size calculation overflowed")
+    says_so = any(text in str(e) for text in texts)
+    return says_so or isinstance(e, (torch.OutOfMemoryError, MemoryError))
+
+
+def first_line(e):
+    """What an exception says, in one line."""
+    return (str(e).strip() or type(e).__name__).splitlines()[0]

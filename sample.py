@@ -1,10 +1,10 @@
 """
 Sample text from a trained model.
 
-    python sample.py --out_dir=out-quickstart                                # its newest checkpoint
+    python sample.py --out_dir=out-quickstart                    # its newest checkpoint
     python sample.py --out_dir=out-quickstart --start='def ' --num_samples=3
-    python sample.py --init_from=gpt2 --start=FILE:prompt.txt   # or Hugging Face's: a hub name, DIR
-    echo 'import os' | python sample.py --out_dir=out-quickstart --start=-   # from standard input
+    python sample.py --init_from=gpt2 --start=FILE:prompt.txt    # or a hub name, a directory
+    echo 'import os' | python sample.py --out_dir=out-quickstart --start=-    # from stdin
 """
 
 import inspect
@@ -15,47 +15,66 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 import torch
 from torch.nn import functional as F
 
-import fsdp
 from checkpoint import load
-from configurator import load_config, resolve, with_model
+from configurator import DTYPES, load_config, resolve, with_model
 from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
+from fsdp import autocast
 from ranks import World, pick_device, run
-from train import meta_model, open_start
+from train import meta_model, open_source, parallelize
 
 
 class KVCache:
-    """The keys and values that one block has computed, (B, nh, length, hs); for generation only."""
-    k = v = None
-    length = 0
+    """The keys and values that one block has computed, (B, nh, length, hs) each."""
+
+    def __init__(self):
+        self.length = 0
 
     def extend(self, k, v):
         if self.length:
-            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
-        self.k, self.v, self.length = k, v, k.size(2)
+            k = torch.cat((self.k, k), dim=2)
+            v = torch.cat((self.v, v), dim=2)
+        self.k = k
+        self.v = v
+        self.length = k.size(2)
         return k, v
 
 
 @torch.no_grad()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, vocab_size=None,
-             generator=None, use_cache=True):
+def generate(
+    model,
+    idx,
+    max_new_tokens,
+    temperature=1.0,
+    top_k=None,
+    vocab_size=None,
+    generator=None,
+    use_cache=True,
+):
     """Continue idx (B, T) by sampled tokens; returns (B, T + max_new_tokens).
 
-    vocab_size: the tokenizer's real size, so that the rows that pad the vocabulary are never drawn.
-    A full context restarts from its last half: positions are absolute, so a window that slides
-    would invalidate the cache at every token. The text does not depend on use_cache.
-    Under FSDP every rank must call it, with the same idx and seed: each forward gathers weights."""
+    vocab_size: the tokenizer's own size; the rows that pad the vocabulary are never drawn.
+    The text does not depend on use_cache. A full context restarts from its last half:
+    positions are absolute, so a sliding window would invalidate the cache at every token.
+    Under FSDP every rank must call it, with the same idx and seed: each forward gathers.
+    """
     limit = model.config.block_size
-    use_cache = use_cache and "cache" in inspect.signature(model.forward).parameters
-    start, options = max(0, idx.size(1) - limit), {}
+    takes_cache = "cache" in inspect.signature(model.forward).parameters
+    start = max(0, idx.size(1) - limit)  # of the context
+    cache = None
     for _ in range(max_new_tokens):
         if idx.size(1) - start > limit:
-            start, options = idx.size(1) - max(1, limit // 2), {}
-        new = idx[:, -1:] if options else idx[:, start:]
-        if use_cache and not options:
-            options = dict(cache=[KVCache() for _ in model.blocks])
-        logits, _ = model(new, **options)
-        token = draw(logits[:, -1, :vocab_size].float(), temperature, top_k, generator)
+            start = idx.size(1) - max(1, limit // 2)
+            cache = None
+        if not (use_cache and takes_cache):
+            logits, _ = model(idx[:, start:])
+        elif cache is None:
+            cache = [KVCache() for _ in model.blocks]
+            logits, _ = model(idx[:, start:], cache=cache)
+        else:
+            logits, _ = model(idx[:, -1:], cache=cache)
+        logits = logits[:, -1, :vocab_size].float()  # (B, V)
+        token = draw(logits, temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
     return idx
 
@@ -65,8 +84,8 @@ def draw(logits, temperature, top_k, generator):
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, [-1]]
-        logits = logits.masked_fill(logits < kth, -math.inf)
+        largest = logits.topk(min(top_k, logits.size(-1))).values
+        logits = logits.masked_fill(logits < largest[:, [-1]], -math.inf)
     probabilities = F.softmax(logits / temperature, dim=-1)
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
@@ -75,28 +94,34 @@ def arguments(argv):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
     add = parser.add_argument
-    add("--init_from", default="resume", help="resume, or a Hugging Face model's name or directory")
+    add("--init_from", default="resume", help="resume, or a Hugging Face model's name or path")
     add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
-    add("--start", type=prompt, default="\n", help="the prompt; FILE:path reads a file, - stdin")
+    add("--start", type=prompt, default="\n", help="the prompt; FILE:path reads one, - stdin")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
     add("--max_new_tokens", type=int, default=500, help="tokens a sample (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)")
-    add("--top_k", type=int, default=200, help="draw from the k likeliest, 0: all (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest (%(default)s)")
+    add("--top_k", type=int, default=200, help="of the k likeliest, 0: of all (%(default)s)")
     add("--seed", type=int, default=1337, help="(%(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--dtype", default="auto", choices=("auto", *fsdp.DTYPES))
+    add("--dtype", default="auto", choices=("auto", *DTYPES))
     args = parser.parse_args(argv)
-    for key, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0).items():
-        if not least <= getattr(args, key) < 2**63:
-            parser.error(f"--{key}={getattr(args, key)}: it must be at least {least}, below 2**63")
+    smallest = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
+    for key, least in smallest.items():
+        value = getattr(args, key)
+        if not least <= value < 2**63:
+            parser.error(f"--{key}={value}: it must be at least {least}, below 2**63")
     return args
 
 
 def prompt(start):
-    if start != "-" and not start.startswith("FILE:"):
+    if start == "-":
+        source = 0  # stdin
+    elif start.startswith("FILE:"):
+        source = start.removeprefix("FILE:")
+    else:
         return start
     try:
-        with open(0 if start == "-" else start[5:], encoding="utf-8") as f:
+        with open(source, encoding="utf-8") as f:
             return f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise SystemExit(f"--start={start}: {e}")
@@ -105,31 +130,45 @@ def prompt(start):
 def main(argv):
     args = arguments(argv)
     keys = ("init_from", "out_dir", "device", "dtype")
-    cfg = load_config(["--compile=False", *(f"--{key}={getattr(args, key)}" for key in keys)])
+    flags = [f"--{key}={getattr(args, key)}" for key in keys]
+    cfg = load_config(["--compile=False", *flags])
     world = World(device=pick_device(cfg.device))
-    source = open_start(cfg, world)
+    source = open_source(cfg, world)
     if source is None:
-        raise SystemExit(f"init_from={args.init_from}: no model to sample from in out_dir="
-                         f"{args.out_dir}; pass a run's --out_dir, or --init_from=gpt2")
-    cfg = with_model(resolve(cfg, world), source)
+        raise SystemExit(
+            f"init_from={args.init_from}: no model to sample from in out_dir={args.out_dir}; "
+            "pass a run's --out_dir, or --init_from=gpt2")
+    theirs = source.header["config"]
+    sizes = source.header["model_args"]
+    cfg = with_model(resolve(cfg, world), theirs.get("model", "gpt2"), sizes, source.path)
     model = meta_model(cfg)
-    fsdp.parallelize(model, cfg, world)
+    parallelize(model, cfg, world)
     load(source, model, None, world)
     model.eval()
 
-    dataset = source.header["config"].get("dataset")
-    directory = data_dir(dataset) if dataset else source.path  # Hugging Face's has a tokenizer too
-    meta = {"vocab_size": cfg.vocab_size, **(source.header.get("meta") or read_meta(directory))}
+    # A Hugging Face directory has its tokenizer itself.
+    directory = data_dir(theirs["dataset"]) if "dataset" in theirs else source.path
+    meta = source.header.get("meta") or read_meta(directory)
+    meta = {"vocab_size": cfg.vocab_size, **meta}
     encode, decode, vocab_size = tokenizer(meta, directory)
-    x = torch.tensor([encode(args.start) or encode("\n")], device=world.device)
+    tokens = encode(args.start) or encode("\n")
+    x = torch.tensor([tokens], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)
-    # H100s prefer cuDNN's attention, which makes a plan for each length of the cache
+    # H100s prefer cuDNN's attention, which makes a plan for each length of the cache.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    with fsdp.autocast(cfg, world.device):
+    with autocast(model, world.device.type, DTYPES[cfg.dtype]):
         for _ in range(args.num_samples):
-            y = generate(model, x, args.max_new_tokens, args.temperature, args.top_k, vocab_size,
-                         generator)
-            print(decode(y[0].tolist()), "---------------", sep="\n")
+            y = generate(
+                model,
+                x,
+                args.max_new_tokens,
+                args.temperature,
+                args.top_k,
+                vocab_size,
+                generator,
+            )
+            print(decode(y[0].tolist()))
+            print("---------------")
 
 
 if __name__ == "__main__":

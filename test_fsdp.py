@@ -13,13 +13,11 @@ import itertools
 import math
 import os
 import random
-import re
 from collections import Counter, defaultdict
-from contextlib import ExitStack
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import formulas
+import harness
 import numpy as np
 import pytest
 import torch
@@ -27,11 +25,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness import (
     assert_same_weights,
+    heard,
     on_ranks,
     plain_gpt,
-    plain_model,
+    plain_training,
     read_ckpt,
     run_training,
+    steps,
     tiny,
     two_each,
     values,
@@ -44,16 +44,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp
-import ranks as processes
-import sample
 import train
-from configurator import SHARDED, resolve
-from data import loader
+from configurator import SHARDED
 from model import GPT, GPTConfig
 
-# -----------------------------------------------------------------------------
-# the contract of a model file. This file is one too: --model=test_fsdp is a GPT with a head of its
-# own, which must stay untied wherever tied parameters are tied again
+# This file is a model file too: --model=test_fsdp is a GPT with a head of its own, which must stay
+# untied wherever tied parameters are tied again.
 
 ModelConfig = GPTConfig
 
@@ -62,20 +58,6 @@ class Model(GPT):
     def __init__(self, config):
         super().__init__(config)
         self.lm_head.weight = nn.Parameter(torch.empty_like(self.lm_head.weight))
-
-
-def test_contract_ties_are_discovered():
-    assert fsdp.tied_names(plain_gpt()) == [["transformer.wte.weight", "lm_head.weight"]]
-    assert fsdp.tied_names(plain_gpt(Model)) == []
-
-
-@pytest.mark.parametrize("strategy", ["single", "full_shard"])
-def test_contract_a_buffer_is_refused_in_one_line(tmp, strategy):
-    model = plain_gpt()
-    model.blocks[1].register_buffer("angles", torch.empty(2))
-    with pytest.raises(SystemExit) as e:
-        fsdp.parallelize(model, tiny(tmp, strategy=strategy), processes.World())
-    assert "transformer.h.1.angles" in str(e.value) and "\n" not in str(e.value)
 
 
 # -----------------------------------------------------------------------------
@@ -110,29 +92,15 @@ def ranks(tmp):
 
 
 def built(tmp, **overrides):
-    """A run on these ranks, before its first step."""
-    world = processes.setup("cpu", "auto")
-    cfg = tiny(tmp, **{**two_each(world.size), **overrides})
-    cfg = resolve(cfg, world)
-    wrapped, model, optimizer = train.build(cfg, world)  # what to call, what it is
-    return SimpleNamespace(world=world, cfg=cfg, wrapped=wrapped, model=model, optimizer=optimizer,
-                           batches=loader.Batches(cfg, world))
-
-
-def steps(run, first=0, n=1, scaler=None):
-    """Its optimizer steps first .. first + n - 1; (loss, norm) of the last."""
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    batch = run.batches.train(first, 0)
-    for step in range(first, first + n):
-        loss, norm, batch = train.train_step(run.wrapped, run.optimizer, scaler, run.batches,
-                                             batch, step, run.cfg, run.world)
-    return loss.item(), norm.item()
+    """harness.built, in fewer micro-batches."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return harness.built(tmp, **{**two_each(world), **overrides})
 
 
 def whole(run):
     """Copies of all parameters on rank 0; Nones elsewhere."""
     params = run.model.named_parameters()
-    return {name: copy.deepcopy(fsdp.gather_full(p, run.world)) for name, p in params}
+    return {name: copy.deepcopy(fsdp.gather_full(p)) for name, p in params}
 
 
 def local(t):
@@ -195,49 +163,15 @@ for i, keys in enumerate(pairwise()):
 for keys in (DDP, ZERO3):
     run_case(2, f"untied-{keys['strategy']}", **keys, **SHORT, model="test_fsdp")
 PARITY = [(world, name) for world in CASES for name in CASES[world]]
-for keys, again in itertools.product((DDP, ZERO3), "ab"):
-    run_case(2, f"dropout-{keys['strategy']}-{again}", **keys, **SHORT, dropout=0.2)
-
-# warm-up over 2 steps to 1e-3, then a cosine to 1e-4 at step 20: cos(0), cos(pi/18), cos(pi/9)
-RATES = [1e-3 / 3, 2e-3 / 3, 1e-3, 9.931634888554936e-4, 9.728616793536588e-4]
-
-
-def reference(cfg):
-    """The same training in plain PyTorch: own loop, own optimizer calls, a whole batch a step."""
-    files = loader.TokenFiles(cfg.dataset, "train", cfg.block_size, 67)
-    gpt = plain_model(cfg)
-    gpt.lm_head.register_forward_hook(lambda head, args, out: setattr(head, "out", out))
-    for name, p in gpt.named_parameters():
-        p.requires_grad_(not (cfg.freeze and re.search(cfg.freeze, name)))
-    trained = [p for p in gpt.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": cfg.weight_decay},
-              {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), foreach=False, fused=False)
-    losses, norms = [], []
-    samples = cfg.gradient_accumulation_steps * cfg.batch_size
-    for step, rate in enumerate(RATES[:cfg.max_iters]):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        x, y = files.batch(loader.train_order(len(files), cfg.seed, step * samples, samples))
-        gpt(x, y)
-        loss = F.cross_entropy(gpt.lm_head.out.view(-1, 67), y.view(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or 1e9)
-        optimizer.step()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return losses, norms, dict(gpt.state_dict())
-
 
 @pytest.fixture(scope="session")
 def plain(tmp):
     """plain(key=value, ...) -> losses, norms and weights of the independent reference."""
-    return functools.cache(lambda **overrides: reference(tiny(tmp, **overrides)))
+    return functools.cache(lambda **overrides: plain_training(tiny(tmp, **overrides)))
 
 
 def assert_parity(tmp, rows, name, expected):
-    losses, norms, weights = expected
+    losses, norms, weights, _ = expected
     ours = read_ckpt(os.path.join(tmp, name))["model"]
     assert [r["loss"] for r in rows] == pytest.approx(losses, rel=1e-6)
     assert [r["grad_norm"] for r in rows] == pytest.approx(norms, rel=1e-5)
@@ -258,14 +192,6 @@ def test_parity_of_modes_pairs_of_options_and_an_untied_head(tmp, ranks, plain, 
     theirs = ("freeze", "grad_clip", "bias", "model", "max_iters")
     expected = plain(**{k: keys[k] for k in theirs if k in keys})
     assert_parity(tmp, values(ranks(world), name)[0], name, expected)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
-def test_parity_dropout_is_reproducible(ranks, strategy, plain):
-    a, b = (values(ranks(2), f"dropout-{strategy}-{again}")[0] for again in "ab")
-    assert [r["loss"] for r in a] == [r["loss"] for r in b]
-    without = plain(max_iters=3)[0]
-    assert [r["loss"] for r in a] != pytest.approx(without, rel=1e-3)
 
 
 # -----------------------------------------------------------------------------
@@ -345,17 +271,12 @@ for (world, keys), sync, option in itertools.product(STRATEGIES, ("every", "last
         kwargs = dict(**keys, grad_sync=sync, **OPTIONS[option])
         TRAFFIC[keys["strategy"], sync, option] = world, name, kwargs
 
-# collectives as FSDP2 calls them; the _single names are newer
-KINDS = dict(all_gather_into_tensor="all_gather", all_gather_single="all_gather",
-             reduce_scatter_tensor="reduce_scatter", reduce_scatter_single="reduce_scatter",
-             all_reduce="all_reduce")
-
 
 @case(*TRAFFIC.values())
 def case_collectives(tmp, **overrides):
     """Counts by CommDebugMode, bytes by listening to torch.distributed; DDP's C++ by its hook."""
     run = built(tmp, gradient_accumulation_steps=3 * dist.get_world_size(), **overrides)
-    buckets, traffic = [], []
+    buckets = []
     if run.cfg.strategy == "ddp":
         def hook(group, bucket):
             buckets.append(bucket.buffer().numel())
@@ -363,86 +284,54 @@ def case_collectives(tmp, **overrides):
         run.wrapped.register_comm_hook(None, hook)
     steps(run)  # the first step sets things up
     with CommDebugMode() as comm:  # one micro-batch
-        fsdp.set_grad_sync(run.wrapped, run.cfg, is_last_micro_batch=True)
+        fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=True)
         run.wrapped(*run.batches.train(1, 0))[1].backward()
     run.optimizer.zero_grad()
 
-    def listen(name, original):
-        def call(*args, **kwargs):
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-            big = max(tensors, key=lambda t: t.numel())
-            ranks = dist.get_world_size(kwargs.get("group"))
-            traffic.append((KINDS[name], ranks, str(big.dtype), big.numel() * big.element_size()))
-            return original(*args, **kwargs)
-        return call
-
-    with ExitStack() as patches:
-        for name in KINDS:
-            if hasattr(dist, name):
-                heard = listen(name, getattr(dist, name))
-                patches.enter_context(patch.object(dist, name, heard))
+    with heard() as traffic:
         steps(run, first=1)
     buckets.clear()
     steps(run, first=2)
-    every, trained, frozen = [], [], overrides.get("freeze", "$^")  # {name: shape} of each unit
-    for unit in formulas.units_of(run.model, run.cfg):
-        every.append({n: list(p.shape) for n, p in unit.items()})
-        trained.append({n: shape for n, shape in every[-1].items() if not re.search(frozen, n)})
     counts = {str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()}
     formula = [[*key, n] for key, n in formulas.traffic(run.model, run.cfg, run.world).items()]
-    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets,
-                all=every, trained=trained)
+    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets)
 
 
 @pytest.mark.parametrize("strategy, grad_sync, option", [t for t in TRAFFIC if t[0] in SHARDED])
 def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, option):
-    """The table in docs/fsdp.md, in counts and in bytes; the last unit is the root."""
+    """The table in docs/fsdp.md, in counts and in bytes. Of the four units the last is the root."""
     world, name, _ = TRAFFIC[strategy, grad_sync, option]
     r = values(ranks(world), name)[0]
-    micro, L, shard = 3, 3, 2
+    micro, blocks = 3, 3
+    units = blocks + 1
     sync = micro if grad_sync == "every" else 1
-    zero2 = strategy == "shard_grad_op"
-    width = 2 if option == "bf16" else 4  # bytes an element, gathered
-    reduce_width = 2 if option == "reduce" else 4  # fp32, whatever the compute type
-
-    def padded(params):  # each parameter's rows are padded to a multiple of the ranks
-        rows = [-(-shape[0] // shard) * shard for shape in params.values()]
-        return sum(n * math.prod(shape[1:]) for n, shape in zip(rows, params.values()))
 
     # ZeRO-3 gathers the blocks again for backward. A first block that is all frozen has none.
-    again = [] if zero2 else r["all"][:L]
+    gathered, trained = units + blocks, units
     if option == "frozen":
-        again = again[1:]
-    gathered = r["all"] + again
-    times = sync if zero2 else micro
-    trained = [unit for unit in r["trained"] if unit]
-
+        gathered, trained = units + blocks - 1, units - 1
+    times = micro
+    if strategy == "shard_grad_op":
+        gathered, times = units, sync
     names = [name for name, *_ in r["traffic"]]
-    assert names.count("all_gather") == len(gathered) * times
-    assert names.count("reduce_scatter") == len(trained) * sync
+    assert names.count("all_gather") == gathered * times
+    assert names.count("reduce_scatter") == trained * sync
     if option != "frozen":  # PyTorch's own count of one micro-batch
-        assert r["counts"]["_allgather_base_"] == (L + 1 if zero2 else 2 * L + 1)
-        assert r["counts"]["_reduce_scatter_base_"] == L + 1
+        assert r["counts"]["_allgather_base_"] == gathered
+        assert r["counts"]["_reduce_scatter_base_"] == trained
 
+    dtypes = {dtype for kind, _, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
+    assert dtypes == {"torch.bfloat16" if option == "reduce" else "torch.float32"}
     moved = Counter()
     for name, n, _, size in r["traffic"]:
         moved[name, n] += size
-    assert moved["all_gather", shard] == sum(map(padded, gathered)) * width * times
-    assert moved["reduce_scatter", shard] == sum(map(padded, trained)) * reduce_width * sync
-    dtypes = {dtype for kind, _, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
-    assert dtypes == {"torch.bfloat16" if option == "reduce" else "torch.float32"}
-    # a rank's shard of the gradients, once a step; and the one number of clipping
-    between = sum(map(padded, trained)) // shard * 4 if strategy == "hybrid_shard" else 0
-    assert moved["all_reduce", shard] == between + 4
-    assert {(kind, n): size for kind, n, size in r["formula"]} == moved
+    assert moved == {(kind, n): size for kind, n, size in r["formula"]}
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
 @pytest.mark.parametrize("grad_sync", ["every", "last"])
 def test_mechanisms_ddp_reduces_what_trains(ranks, grad_sync, option):
     r = values(ranks(2), f"coll-ddp-{grad_sync}-{option}")[0]
-    trained = sum(math.prod(shape) for unit in r["trained"] for shape in unit.values())
-    assert sum(r["buckets"]) == trained * (3 if grad_sync == "every" else 1)
     assert r["formula"] == [["all_reduce", 2, sum(r["buckets"]) * 4]]
 
 
@@ -478,21 +367,12 @@ def case_persistent_bytes(tmp, **overrides):
 
 @pytest.mark.parametrize("world, name, keys", BYTES_AT)
 def test_mechanisms_bytes_kept_by_a_rank_are_the_formula(ranks, world, name, keys):
-    """Parameters padded to ceil(rows / g), gradients and moments of own rows that train; fp32."""
-    group = {"ddp": 1, "hybrid_shard": 2}.get(keys["strategy"], world)
-    for rank, r in enumerate(values(ranks(world), name)):
-        kept = trained = 0
-        for name, p in plain_gpt().named_parameters():
-            rows, rest = -(-len(p) // group), math.prod(p.shape[1:])
-            own = max(0, min(len(p) - rank % group * rows, rows))
-            kept += rows * rest * 4
-            if not re.search(keys.get("freeze", "$^"), name):
-                trained += own * rest * 4
-        assert (r["params"], r["grads"], r["moments"]) == (kept, trained, 2 * trained)
-        assert r["frozen"] == 0
+    """Rows padded to ceil(rows / g); gradients and moments of own rows that train; all in fp32."""
+    for r in values(ranks(world), name):
         device, host = map(Counter, r["formula"])  # one kind of memory on a CPU
-        sums = [device[k] + host[k] for k in ("parameters", "gradients", "optimizer")]
-        assert sums == [kept, trained, 2 * trained]
+        sums = [device[kind] + host[kind] for kind in ("parameters", "gradients", "optimizer")]
+        assert [r["params"], r["grads"], r["moments"]] == sums
+        assert r["frozen"] == 0
         assert (sum(host.values()) > 0) == ("cpu_offload" in keys)
         assert (sum(device.values()) == 0) == (keys.get("cpu_offload") == 1)
 
@@ -552,7 +432,7 @@ def test_mechanisms_blocks_are_compiled_prefetched_and_offloaded(ranks, strategy
 
 
 # -----------------------------------------------------------------------------
-# precision, evaluation, clipping, units, generation
+# precision, evaluation, clipping, units
 
 
 @case(*((2, f"fp16-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
@@ -576,7 +456,8 @@ def case_overflow(tmp, **overrides):
     scale.append(scaler.get_scale())
     moved = [n for n in weights if rank == 0 and not torch.equal(weights[n], skipped[n])]
     unmoved = [n for n in weights if rank == 0 and torch.equal(skipped[n], later[n])]
-    return dict(scale=scale, loss=loss, norm=norm, moved=moved, unmoved=unmoved)
+    masters = {str(p.dtype) for p in run.model.parameters()}
+    return dict(scale=scale, loss=loss, norm=norm, moved=moved, unmoved=unmoved, masters=[*masters])
 
 
 @pytest.mark.parametrize("strategy", AT_TWO)
@@ -584,30 +465,8 @@ def test_precision_float16_overflow_skips_the_step_on_all_ranks(ranks, strategy)
     zero, one = values(ranks(2), f"fp16-{strategy}")
     assert zero["scale"] == [1024.0, 512.0, 512.0]
     assert one["scale"][1] < 3e38 and one["scale"][2] == 512.0
-    assert (zero["moved"], zero["unmoved"]) == ([], [])
+    assert (zero["moved"], zero["unmoved"], zero["masters"]) == ([], [], ["torch.float32"])
     assert math.isfinite(zero["loss"]) and math.isfinite(zero["norm"])
-
-
-@case((2, "bf16", {}))
-def case_bf16_quality(tmp):
-    """The loss after 50 steps in a bf16 policy and in fp32."""
-    out = {}
-    for dtype in ("float32", "bfloat16"):
-        run = built(tmp, strategy="full_shard", dtype=dtype, gradient_accumulation_steps=2,
-                    batch_size=8, n_layer=2, n_head=2, n_embd=64, learning_rate=4e-3, min_lr=4e-4,
-                    warmup_iters=10, lr_decay_iters=50)
-        losses = [steps(run, first=first, n=10)[0] for first in range(0, 50, 10)]
-        out[dtype] = sum(losses[-2:]) / 2
-    out["masters"] = [str(p.dtype) for p in run.model.parameters()]
-    return out
-
-
-def test_precision_bf16_stays_close(ranks):
-    r = values(ranks(2), "bf16")
-    bf16, fp32 = (sum(rank[dtype] for rank in r) / 2 for dtype in ("bfloat16", "float32"))
-    assert bf16 == pytest.approx(fp32, rel=0.01)
-    assert fp32 < 3.5  # it learns: ln 67 = 4.2 at the start
-    assert set(r[0]["masters"]) == {"torch.float32"}
 
 
 @case(*((2, f"eval-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
@@ -618,8 +477,7 @@ def case_evaluation(tmp, strategy):
         run = built(tmp, strategy=strategy, dropout=0.1, batch_size=2)
         for step in range(3):
             if evaluate:
-                stop = processes.StopSignal(run.world)
-                losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world, stop))
+                losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world))
             steps(run, first=step)
         weights.append(whole(run))
     without, with_ = weights
@@ -631,43 +489,30 @@ def case_evaluation(tmp, strategy):
 def test_evaluation_changes_nothing_and_agrees_between_modes(tmp, ranks, strategy):
     r = values(ranks(2), f"eval-{strategy}")
     assert r[0]["changed"] == [] and r[0]["first"] == r[1]["first"]
-    gpt = plain_gpt()
     # 4 windows of 16 tokens each, spread over the 337 and 37 that the two files have
     for split, windows in dict(train=[0, 84, 168, 252], val=[0, 9, 18, 27]).items():
         tokens = np.fromfile(os.path.join(tmp, "toy", f"{split}.bin"), np.uint16).astype(np.int64)
         rows = torch.from_numpy(np.stack([tokens[16 * w:16 * w + 17] for w in windows]))
         x, y = rows[:, :-1], rows[:, 1:]
         with torch.no_grad():
-            assert r[0]["first"][split] == pytest.approx(gpt(x, y)[1].item(), rel=1e-6)
+            expected = F.cross_entropy(plain_gpt()(x, y)[0].flatten(0, 1), y.flatten())
+        assert r[0]["first"][split] == pytest.approx(expected.item(), rel=1e-6)
 
 
-@case((2, "clip", {}))
-def case_clip_mixed(tmp):
-    """The norm of gradients of known size, half of the blocks' offloaded."""
-    run = built(tmp, strategy="full_shard", cpu_offload=0.5)
-    run.wrapped(*run.batches.train(0, 0))[1].backward()
-    for p in run.model.parameters():
-        p.grad.to_local().fill_(2.0)
-    norm = fsdp.clip_grad_norm(run.wrapped, 1.0, run.world).item()
-    fsdp.clip_grad_norm(run.wrapped, 9.0, run.world)  # they are shorter now, and stay so
-    after = fsdp.clip_grad_norm(run.wrapped, 0.0, run.world).item()
-    return dict(norm=norm, after=after, n=sum(p.numel() for p in run.model.parameters()))
-
-
-def test_clipping_counts_every_element_once(ranks):
-    for r in values(ranks(2), "clip"):
-        assert r["norm"] == pytest.approx(2 * math.sqrt(r["n"]), rel=1e-5)
-        assert r["after"] == pytest.approx(1.0, rel=1e-4)
+def test_clipping_scales_down_only():
+    """In all modes by the same lines; parity has the norm of sharded gradients."""
+    gpt = plain_gpt()
+    for p in gpt.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    norms = [fsdp.clip_grad_norm(gpt, limit).item() for limit in (0.0, 1.0, 9.0, 0.0)]
+    before = 2 * math.sqrt(sum(p.numel() for p in gpt.parameters()))
+    assert norms == pytest.approx([before, before, 1.0, 1.0], rel=1e-4)
 
 
 @case((2, "units", {}))
 def case_units(tmp):
-    out = []
-    for keys in (ZERO2, ZERO3, HYBRID):
-        model = built(tmp, **keys, wrap_min_params=3000).model
-        units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-        out.append((units, model.lm_head.weight is model.transformer.wte.weight))
-    return out
+    model = built(tmp, **ZERO3, wrap_min_params=3000).model
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def test_units_by_size(ranks):
@@ -676,24 +521,4 @@ def test_units_by_size(ranks):
     expected = [""]
     for i in range(3):
         expected += [f"transformer.h.{i}.{m}" for m in ("attn", "mlp.c_fc", "mlp.c_proj")]
-    assert values(ranks(2), "units")[0] == 3 * [[expected, True]]
-
-
-@case((2, "generate", {}))
-def case_generate(tmp):
-    run = built(tmp, strategy="full_shard")
-    with fsdp.inference(run.wrapped):
-        tokens = generated(run.wrapped)
-    return dict(tokens=tokens, sharded=all(isinstance(p, DTensor) for p in run.model.parameters()))
-
-
-def generated(model):
-    generator = torch.Generator().manual_seed(0)
-    return sample.generate(model, torch.tensor([[1, 2, 3]]), 10, vocab_size=60,
-                           generator=generator).tolist()
-
-
-def test_generate_on_all_ranks(ranks):
-    expected = generated(plain_gpt())
-    for r in values(ranks(2), "generate"):
-        assert r["tokens"] == expected and r["sharded"]
+    assert values(ranks(2), "units")[0] == expected

@@ -1,237 +1,362 @@
 """
 Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop.
 
-    python train.py config/quickstart.py                          # one process: CPU, one GPU, MPS
+    python train.py config/quickstart.py             # one process: CPU, one GPU, MPS
     torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --strategy=ddp
-    torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --strategy=full_shard
-    python train.py --help                                        # every key
+    torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py \\
+        --strategy=full_shard
+    python train.py --help                           # every key
 
-Config files are Python assignments; files and --key=value flags apply left to right, the last wins.
+Config files are Python assignments. Files and --key=value flags apply left to right, and
+the last wins.
 """
 
 import math
-import os
-import signal
+import re
 import sys
 from dataclasses import replace
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop, Ctrl-C ends this at once
 
 import torch
 
 import checkpoint
-import float8
+import configurator
 import fsdp
-from configurator import help_text, load_config, model_config, model_file, resolve, with_model
+from configurator import DTYPES, SHARDED, extra
 from data.loader import Batches, data_dir, read_meta
 from metrics import Log, describe
 from model import derive_seed
-from optimizer import learning_rate_at, make_optimizer, require_gradients
-from ranks import StopSignal, from_rank0, mean, print0, run, setup
+from optimizer import allocate_state, learning_rate_at, make_adamw
+from ranks import StopSignal, all_reduce_mean_, from_rank0, print0, run, setup
 
-
-def meta_model(cfg):
-    """The config's model on the meta device: names, shapes, what trains; no memory, no values."""
-    with torch.device("meta"):
-        model = model_file(cfg.model).Model(model_config(cfg))
-    fsdp.freeze(model, cfg.freeze)
-    return model
+# ---------- build: model, strategy, optimizer, values -------------------------
 
 
 def build(cfg, world, source=None):
-    """(wrapped, model, optimizer): call `wrapped`, read names from `model`. All ranks, in order."""
-    if cfg.cpu_offload:  # the CPU updates what is offloaded; torchrun gave it one thread
-        torch.set_num_threads(max(1, os.cpu_count() // world.local_size))
-    model = meta_model(cfg)  # 1) names, shapes, and what trains: FSDP2 groups by requires_grad
-    wrapped = fsdp.parallelize(model, cfg, world)  # 2) shard, and allocate this rank's rows
-    optimizer = make_optimizer(model, cfg)  # 3) before any forward gathers parameters
-    if source:  # 4) values
+    """(wrapped, optimizer), with the values of `source`, or else initial ones (all ranks).
+    Call `wrapped`; unwrap(wrapped) is the model, with its own parameter names."""
+    # 1) Names, shapes and what trains: no memory yet.
+    model = meta_model(cfg)
+    # 2) Memory, for all of it or for this rank's rows.
+    wrapped = parallelize(model, cfg, world)
+    # 3) The optimizer, before any forward: after one the root stays gathered, and its
+    # parameters are whole tensors.
+    optimizer = make_optimizer(model, cfg)
+    # 4) Values. Every rank draws each initial value whole, and keeps its rows.
+    if source:
+        allocate_state(optimizer)
         checkpoint.load(source, model, optimizer, world)
     else:
         for name, p in model.named_parameters():
             fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
-    float8.scale_each_step(model, optimizer, cfg)
-    return wrapped, model, optimizer
+    if cfg.dtype == "float8":
+        extra("float8", wanted_by="dtype=float8").scale_each_step(model, optimizer)
+    return wrapped, optimizer
 
 
-def open_start(cfg, world):
-    """The Source that cfg.init_from names, None for a fresh start."""
-    if cfg.init_from == "scratch":
-        return None
-    if cfg.init_from not in ("resume", "auto"):
-        try:
-            from huggingface import open_pretrained  # here, so that a fork can delete the file
-        except ImportError:
-            raise SystemExit(f"init_from={cfg.init_from} needs huggingface.py, which is not here")
-        return from_rank0(world, lambda: open_pretrained(cfg.init_from))
-    return checkpoint.find(cfg.out_dir, world)
+def meta_model(cfg):
+    """The config's model on the meta device: names, shapes and what trains, no memory."""
+    with torch.device("meta"):
+        model = configurator.model_file(cfg.model).Model(configurator.model_config(cfg))
+    for name, _ in model.named_buffers():
+        raise SystemExit(
+            f"the model has a buffer, {name}: nobody would shard or fill it; compute it in "
+            "forward, or make it a parameter that does not train")
+    if cfg.freeze:
+        freeze(model, cfg.freeze)
+    return model
 
 
-def choose_start(cfg, world):
-    """(cfg with the model's sizes, source, resumed: the run goes on where source ended)."""
-    source = open_start(cfg, world)
+def freeze(model, pattern):
+    """Parameters in whose name the pattern is found: no gradient, no optimizer state."""
+    named = dict(model.named_parameters())
+    try:
+        hits = [name for name in named if re.search(pattern, name)]
+    except re.error as e:
+        raise SystemExit(f"freeze={pattern!r} is not a regular expression: {e}")
+    if len(hits) in (0, len(named)):
+        example = list(named)[len(named) // 2]
+        raise SystemExit(
+            f"freeze={pattern!r} matches {len(hits)} of {len(named)} parameters; names look "
+            f"like {example}")
+    for name in hits:
+        named[name].requires_grad_(False)
+
+
+def parallelize(model, cfg, world):
+    """What the keys mean: apply them to a model on the meta device, in place, and allocate
+    its parameters, without values. Returns the module to call (all ranks)."""
+    sharded = cfg.strategy in SHARDED
+    on_gpu = world.device.type == "cuda"
+    model.loss_chunks = cfg.loss_chunks
+    if cfg.dtype == "float8":
+        float8 = extra("float8", wanted_by="dtype=float8")
+        float8.convert(model, world.device.type, sharded)
+    # Inside of what is compiled and sharded: recomputation then finds the block gathered.
+    if cfg.activation_checkpointing != "none":
+        fsdp.checkpoint_activations(
+            model.blocks,
+            cfg.activation_checkpointing,
+            offload_to_host=cfg.activation_offload,
+            pin_memory=on_gpu,
+        )
+
+    if not sharded:
+        fsdp.allocate(model, world.device)
+        wrapped = model
+        if cfg.strategy == "ddp":
+            wrapped = fsdp.replicate(model, DTYPES[cfg.reduce_dtype])
+        if cfg.compile:
+            wrapped.compile()  # with DDP, at whose buckets the graph is then cut
+        return wrapped
+
+    if cfg.compile:
+        # Block by block, then the loss: FSDP's hooks would break a graph of everything.
+        fsdp.compile_blocks(model.blocks)
+        if hasattr(model, "head_loss"):
+            model.head_loss = torch.compile(model.head_loss)
+    fsdp.shard(
+        model,
+        fsdp.find_units(model, model.blocks, cfg.wrap_min_params),
+        fsdp.make_mesh(world.device.type, cfg.shard_group_size),
+        param_dtype=DTYPES[cfg.dtype],
+        reduce_dtype=DTYPES[cfg.reduce_dtype],
+        reshard_after_forward=cfg.strategy != "shard_grad_op",
+        cpu_offload=cfg.cpu_offload,
+        prefetch_units=cfg.prefetch_blocks,
+    )
+    return model
+
+
+def unwrap(wrapped):
+    """The model inside DDP. In every other mode what is called is the model itself."""
+    return getattr(wrapped, "module", wrapped)
+
+
+def make_optimizer(model, cfg):
+    """AdamW; or Muon for the matrices that it is for, and AdamW for the rest."""
+    if cfg.optimizer == "adamw":
+        return make_adamw(model.parameters(), cfg)
+    muon = extra("muon", wanted_by="optimizer=muon")
+    matrices = muon.matrices_of(model)
+    others = set(model.parameters()).difference(matrices)
+    return muon.Muon(
+        matrices,
+        make_adamw([p for p in model.parameters() if p in others], cfg),
+        lr=cfg.learning_rate,
+        weight_decay=cfg.weight_decay,
+        momentum=cfg.momentum,
+        # float16's range is too small for gradients whose loss scale is gone.
+        dtype=torch.float32 if cfg.dtype == "float16" else DTYPES[cfg.dtype],
+    )
+
+
+# ---------- start: from scratch, from a checkpoint, from Hugging Face ---------
+
+
+def start(cfg, world):
+    """(cfg with the model's sizes; the Source of its values, None for initial ones; does the
+    run go on where the source ended?). SystemExit if the two do not fit (all ranks)."""
+    source = open_source(cfg, world)
+    resumed = source is not None and cfg.init_from in ("resume", "auto")
     if source is None:
         if cfg.init_from == "resume":
-            raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use "
-                             "scratch, or auto to resume only if there is one")
-        return with_vocabulary(cfg), None, False
-    theirs = with_model(cfg, source)  # or a line that says what is wrong there
-    resumed = cfg.init_from in ("resume", "auto")
+            raise SystemExit(
+                f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
+                "auto to resume only if there is one")
+        return from_scratch(cfg), None, False
+
+    sizes = source.header["model_args"]
+    before = {"model": "gpt2", "optimizer": "adamw"}  # nanoGPT's checkpoints name neither
+    before.update(source.header["config"])
+    before.update(sizes)
+    shorter = cfg.block_size if "block_size" in cfg.given or not resumed else None
+    cfg = configurator.with_model(cfg, before["model"], sizes, source.path)
+    if shorter:
+        # A context shorter than the source's saves memory.
+        cfg = replace(cfg, block_size=min(shorter, cfg.block_size))
     if resumed:
-        cfg = with_vocabulary(cfg, source)
-    for line in checkpoint.compare(source, cfg, resumed):
-        print0(world, line)
-    if not resumed:  # a shorter context saves memory
-        cfg = replace(theirs, block_size=min(cfg.block_size, theirs.block_size))
+        if cfg.optimizer != before["optimizer"]:
+            configurator.refuse("optimizer", cfg.optimizer, before["optimizer"], source.path)
+        changed = configurator.differences(before, cfg)
+        if changed:
+            print0(world, f"this run differs from that of {source.path}: {', '.join(changed)}")
     return cfg, source, resumed
 
 
-def with_vocabulary(cfg, source=None):
-    """cfg with vocab_size from the data, else the config; a checkpoint's may be larger (padded)."""
-    theirs = source.header["model_args"].get("vocab_size", 0) if source else 0
+def from_scratch(cfg):
+    """cfg with the vocabulary of its data, if that says one."""
     meta = read_meta(data_dir(cfg.dataset))
-    return replace(cfg, vocab_size=max(meta.get("vocab_size", theirs or cfg.vocab_size), theirs))
+    return replace(cfg, vocab_size=meta.get("vocab_size", cfg.vocab_size))
+
+
+def open_source(cfg, world):
+    """What cfg.init_from names, opened; None for scratch, or if there is no checkpoint."""
+    if cfg.init_from == "scratch":
+        return None
+    if cfg.init_from in ("resume", "auto"):
+        return checkpoint.find(cfg.out_dir, world)
+    huggingface = extra("huggingface", wanted_by=f"init_from={cfg.init_from}")
+    return from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from))
+
+
+# ---------- one step, one evaluation ------------------------------------------
 
 
 def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
-    """Accumulate, clip, update (all ranks). `batch` is the step's first micro-batch. Returns (mean
-    loss of this rank's micro-batches, global gradient norm before clipping, first micro-batch of
-    step + 1). The first two are 0-d tensors: reading them waits for the device."""
-    accumulation = cfg.gradient_accumulation_steps // world.size
+    """Accumulate, clip, update (all ranks). `batch` is the step's first micro-batch.
+
+    Returns the mean loss of this rank's micro-batches, the global norm of the gradients
+    before clipping, and the first micro-batch of step + 1. The first two are 0-d tensors:
+    reading them waits for the device.
+    """
+    accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches a rank
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
-    total = torch.zeros((), device=world.device)
+    mean_loss = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
-        fsdp.set_grad_sync(wrapped, cfg, is_last)
-        # dropout: by micro-batch, not by rank, so that the masks do not depend on the world size
+        # By default ("auto") DDP reduces after the last micro-batch, FSDP2 after each.
+        fsdp.set_grad_sync(
+            wrapped,
+            is_last,
+            every=cfg.grad_sync == "every",
+            keep_gathered=cfg.strategy == "shard_grad_op" and cfg.grad_sync == "last",
+        )
+        # Dropout: by micro-batch, not by rank, or masks would depend on the world size.
         torch.manual_seed(derive_seed(cfg.seed, step, micro * world.size + world.rank))
-        with fsdp.autocast(cfg, world.device):
-            loss = wrapped(*batch)[1]  # a name for the logits would keep them through backward
-        loss = loss / accumulation  # FSDP and DDP average over ranks; this, over micro-batches
-        # fetch the next batch now, while the GPU is still computing
-        batch = batches.train(step + 1, 0) if is_last else batches.train(step, micro + 1)
+        with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
+            # Take the loss alone: a name for the logits would keep their memory.
+            loss = wrapped(*batch)[1]
+        loss = loss / accumulation  # FSDP and DDP average over ranks; this, micro-batches
+        # Fetch the next micro-batch now, while the GPU is still computing.
+        if is_last:
+            batch = batches.train(step + 1, 0)
+        else:
+            batch = batches.train(step, micro + 1)
         scaler.scale(loss).backward()
-        total += loss.detach()
+        mean_loss += loss.detach()
     scaler.unscale_(optimizer)
-    norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, world)
+    norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip)
     scaler.step(optimizer)  # float16: skipped, on all ranks alike, if a gradient overflowed
     scaler.update()
-    # DDP's gradients are views of its buckets; set to None, the next ones would lie beside those
-    optimizer.zero_grad(set_to_none=cfg.strategy != "ddp" or accumulation == 1)
-    return total, norm, batch
+    # DDP's gradients are views of its buckets. If they were dropped, a micro-batch that
+    # reduces nothing would make new ones beside the buckets.
+    keep_buckets = cfg.strategy == "ddp" and accumulation > 1
+    optimizer.zero_grad(set_to_none=not keep_buckets)
+    return mean_loss, norm, batch
 
 
-def evaluate(wrapped, batches, cfg, world, stop):
-    """{split: mean loss} over fixed windows, None after a stop signal (all ranks: it gathers)."""
+def evaluate(wrapped, batches, cfg, world):
+    """{split: mean loss} over fixed windows (all ranks: each forward gathers)."""
     losses = {}
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
     with fsdp.inference(wrapped):
         for split in ("train", "val"):
-            total = torch.zeros(2, device=world.device, dtype=dtype)  # of losses, of weights
+            total = torch.zeros((), device=world.device, dtype=dtype)
+            windows = torch.zeros_like(total)
             for x, y, weight in batches.fixed(split):
-                if stop.requested():
-                    return None
-                with fsdp.autocast(cfg, world.device):
-                    loss = wrapped(x, y)[1]
-                total += torch.stack((loss * weight, torch.full_like(loss, weight)))
-            total = mean(total, world)
-            losses[split] = (total[0] / total[1]).item()  # synchronization point
+                with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
+                    loss = wrapped(x, y)[1]  # the mean over `weight` windows
+                total += loss * weight
+                windows += weight
+            all_reduce_mean_(total, world)
+            all_reduce_mean_(windows, world)
+            losses[split] = (total / windows).item()  # synchronization point
     return losses
 
 
-def require_finite(value, what, step, cfg):
-    """All ranks see the same value, so all stop together; no checkpoint is written."""
+def require_finite(value, what, step, cfg, saver):
+    """All ranks see the same value, so all of them stop, and no checkpoint is written."""
     if not math.isfinite(value):
-        raise SystemExit(f"{what} is {value} at step {step}: lower learning_rate (now "
-                         f"{cfg.learning_rate}), or try dtype=float32 (now {cfg.dtype}); the last "
-                         f"checkpoint in {cfg.out_dir} is untouched")
+        saver.finish()  # one that is being written is of an earlier step, and good
+        raise SystemExit(
+            f"{what} is {value} at step {step}: lower learning_rate (now "
+            f"{cfg.learning_rate}), or try dtype=float32 (now {cfg.dtype}); the last "
+            f"checkpoint in {cfg.out_dir} is untouched")
+
+
+# ---------- the run -----------------------------------------------------------
 
 
 def train(cfg):
-    """The whole run (all ranks); returns the last logged training loss."""
-    # --- set-up ---
-    world = setup(cfg.device, cfg.backend)
-    cfg = resolve(cfg, world)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT; CPUs do not change
-    # the directory is this run's from here on; eval_only leaves everything as it is
-    saver = None if cfg.eval_only else checkpoint.Saver(cfg.out_dir, world)
-    cfg, source, resumed = choose_start(cfg, world)
-    step = source.header["iter_num"] if resumed else 0
+    """The whole run (all ranks)."""
+    # --- set-up: lock the directory, choose a start, build ---
+    world = setup(cfg.device, cfg.backend, cfg.cpu_offload)
+    cfg = configurator.resolve(cfg, world)
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
+    saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
+    cfg, source, resumed = start(cfg, world)
+    first_step = source.header["iter_num"] if resumed else 0
     best_val_loss = source.header["best_val_loss"] if resumed else 1e9
     batches = Batches(cfg, world)
-    wrapped, model, optimizer = build(cfg, world, source)
-    # float16 only; else its calls pass through
+    wrapped, optimizer = build(cfg, world, source)
+    model = unwrap(wrapped)
+    # For float16. When it is disabled, its calls pass everything through.
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
     if source and source.header.get("scaler"):
         scaler.load_state_dict(source.header["scaler"])
-    if saver:
-        saver.claim(cfg, source, resumed)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    del source  # unmaps its file, which may be deleted already, and on disk for the map alone
-    log = Log(cfg, world, saver and saver.run_id, step, meta_model(cfg))
+    saver.claim(cfg, source, resumed)
+    del source  # unmap the file: it may be replaced, and would keep its disk space
+    log = Log(cfg, world, saver.out_dir, saver.run_id, first_step)
+    log.count_flops(meta_model(cfg))
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
+    step = first_step
     batch = batches.train(step, 0)
-    first_step, lossf = step, float("nan")
     while True:
-        # evaluation and checkpoint
-        stopped = stop.requested()  # by a scheduler's or the user's signal
-        done = step >= cfg.max_iters or cfg.eval_only
-        if not stopped and (done or step % cfg.eval_interval == 0):
-            with log.paused():
-                losses = evaluate(wrapped, batches, cfg, world, stop)
-                stopped = losses is None
-                if not stopped:
-                    require_finite(losses["val"], "validation loss", step, cfg)
-                    log.evaluation(step, losses)
-                    improved = losses["val"] < best_val_loss
-                    best_val_loss = min(best_val_loss, losses["val"])
-                    if saver and step > first_step and (improved or cfg.always_save_checkpoint):
-                        saver.save(model, optimizer, scaler, step, best_val_loss)
-
-        # the end
-        if stopped:
-            remedy = "nothing to save yet"
+        # Stop? A scheduler or the user has sent a signal: save, and leave.
+        if stop.requested():
             if step > first_step:
-                name = "ckpt.pt" if cfg.always_save_checkpoint else "last.pt"  # ckpt.pt is the best
+                # With always_save_checkpoint=False ckpt.pt is the best one's name.
+                name = "ckpt.pt" if cfg.always_save_checkpoint else "last.pt"
                 saver.save(model, optimizer, scaler, step, best_val_loss, name)
-                remedy = "continue with the same command and --init_from=resume"
-            print0(world, f"stopped by a signal after step {step}; {remedy}")
-        if stopped or done:
+            print0(world, f"stopped by a signal after step {step}; continue with the same "
+                          "command and --init_from=auto")
             break
 
-        # one optimizer step
-        if step == first_step and world.size > 1:
-            require_gradients(model, batch, cfg, world)
-        scale = scaler.get_scale() if scaler.is_enabled() else None  # float16: waits for the GPU
-        loss, norm, batch = train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world)
-        if saver:
-            saver.finish()  # what was written meanwhile
+        # Due? Evaluate, and save.
+        done = cfg.eval_only or step >= cfg.max_iters
+        if done or step % cfg.eval_interval == 0:
+            with log.paused():
+                losses = evaluate(wrapped, batches, cfg, world)
+                require_finite(losses["val"], "validation loss", step, cfg, saver)
+                log.evaluation(step, losses)
+                improved = losses["val"] < best_val_loss
+                best_val_loss = min(best_val_loss, losses["val"])
+                if step > first_step and (improved or cfg.always_save_checkpoint):
+                    saver.save(model, optimizer, scaler, step, best_val_loss)
+
+        # Done? Leave.
+        if done:
+            break
+
+        # Else one optimizer step.
+        scale = scaler.get_scale() if scaler.is_enabled() else None  # waits for the GPU
+        loss, norm, batch = train_step(
+            wrapped, optimizer, scaler, batches, batch, step, cfg, world)
         if scale and scaler.get_scale() < scale:
             print0(world, f"iter {step}: gradients overflowed in float16, step skipped, "
                           f"loss scale {scale:g} -> {scaler.get_scale():g}")
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
-            lossf = mean(loss, world).item()  # synchronization point; norm is there by then
-            require_finite(lossf, "loss", step, cfg)
+            lossf = all_reduce_mean_(loss, world).item()  # synchronization point
+            require_finite(lossf, "loss", step, cfg, saver)
             log.step(step, lossf, norm.item(), optimizer.param_groups[0]["lr"], scale)
         step += 1
 
     # --- leave ---
-    if saver:
-        saver.finish(wait=True)
+    saver.finish()
     log.close()
-    return lossf
 
 
 def main(argv):
     if "--help" in argv or "-h" in argv:
         names = [arg.removeprefix("--model=") for arg in argv if arg.startswith("--model=")]
-        return print(help_text(__doc__, *names[-1:]))
-    train(load_config(argv))
+        print(configurator.help_text(__doc__, *names[-1:]))
+        return
+    train(configurator.load_config(argv))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # GPT-3 175B on 128 GPUs and more: sharded over groups of 128, replicated across them.
-#   python plan.py config/gpt3_175b.py --world_size=1024 --gpu_memory=80
+#   python -m extras.plan config/gpt3_175b.py --world_size=1024 --gpu_memory=80
 #   torchrun --nnodes=128 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST1:29500 \
 #       train.py config/gpt3_175b.py
 # 12 * 96 * 12288^2 = 173.9 billion in the blocks + (50,304 + 2,048) * 12288 = 0.64 billion: 174.6.

@@ -1,17 +1,19 @@
 r"""
-Turn any text into train.bin and val.bin: local files, or a data set of the Hugging Face hub.
+Turn any text into train.bin and val.bin: local files, or a data set of Hugging Face's hub.
 
-    python data/prepare.py my_data notes/*.txt                            # -> data/my_data/
+    python data/prepare.py my_data notes/*.txt                          # -> data/my_data/
     python data/prepare.py my_data chats.jsonl --template='Q: {question}\nA: {answer}'
     python data/prepare.py my_data a.parquet --column=body --tokenizer=HuggingFaceTB/SmolLM2-135M
     python data/prepare.py fineweb HuggingFaceFW/fineweb-edu --subset=sample-10BT --limit=10000
 
-A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row is one. Documents
-are streamed through all cores, so memory stays flat, and each ends with an end-of-text token.
-Vocabularies above 65,535 make files of uint32 with llm.c's header, others of uint16 without one.
+A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row is one.
+Documents are streamed through all cores, so memory stays flat. Each ends with an
+end-of-text token. Vocabularies above 65,535 make files of uint32 with llm.c's header,
+others of uint16 without one.
 
-A hash of its text puts a document into val.bin, whatever the order, the limit or the workers. If
-that leaves a split with fewer than 10,000 tokens, val.bin is the last tenth of all tokens instead.
+A hash of its text puts a document into val.bin, whatever the order, the limit or the
+workers. If that leaves a split with fewer than 10,000 tokens, val.bin is instead the last
+tenth of all tokens.
 """
 
 import glob
@@ -23,88 +25,127 @@ import shutil
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from data.loader import HEADER_BYTES, HERE, UINT32  # noqa: E402
+HERE = Path(__file__).absolute().parent
+sys.path.insert(0, str(HERE.parent))
 from data.tokenizer import TOKENIZER, encoder  # noqa: E402
 
-KINDS = {".txt": None, ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+# llm.c's header, as in loader.py, which would import torch.
+HEADER_BYTES = 256 * 4
+UINT32 = 20240801
+
+# {a file's ending: the name of what reads it in `datasets`}
+KINDS = {
+    ".txt": None,
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+MANY = 10_000  # tokens: a split of fewer says little
 
 
-def documents(sources, template, **hub):
-    """Yield the documents of local files or hub data sets; SystemExit (one line) if one is bad."""
+# ---------- documents ---------------------------------------------------------
+
+
+def documents(sources, template, hub):
+    """Yield the documents of local files or hub data sets. SystemExit if one cannot be
+    read. hub: what to load of a hub data set, as `datasets` calls it."""
     for source in sources:
         try:
             for row in rows(source, hub):
-                yield re.sub(r"{([^{}]+)}", partial(cell, row, source), template)
+                yield fill(template, row, source)
         except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
             reason = " ".join(str(e).split())[:300]
-            raise SystemExit(f"{source}: {type(e).__name__}: {reason}; a file must be whole, and "
-                             "UTF-8; for a hub data set check the name and the network")
+            raise SystemExit(
+                f"{source}: {type(e).__name__}: {reason}; a file must be whole, and UTF-8; "
+                "for a hub data set check the name and the network")
 
 
 def rows(source, hub):
-    """The rows of one file or hub data set, {column: value} each, streamed unless .txt."""
+    """Yield the rows of one file or hub data set, each {column: value}."""
     kind = os.path.splitext(source)[1].lower()
-    local = os.path.exists(source)
-    if local != (kind in KINDS):  # what is neither here nor named like a file is a hub data set
-        raise SystemExit(f"{source}: no such file, or not a file of kind {', '.join(KINDS)}")
-    if local and os.path.getsize(source) == 0:
-        return []
+    is_local = os.path.exists(source)
+    # What is neither here nor named like a file is a hub data set.
+    if is_local != (kind in KINDS):
+        kinds = ", ".join(KINDS)
+        raise SystemExit(f"{source}: no such file, or not a file of kind {kinds}")
     if kind == ".txt":
         with open(source, encoding="utf-8") as f:
-            return [{"text": f.read()}]
+            yield {"text": f.read()}
+        return
+    if is_local and os.path.getsize(source) == 0:
+        return  # `datasets` would fail
     import datasets
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # documents() prints the error
-    if local:
-        source, hub = KINDS[kind], dict(data_files=[glob.escape(source)], split="train")
-    return datasets.load_dataset(source, **hub, streaming=True)
+    # documents() prints what goes wrong.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if is_local:
+        hub = dict(data_files=[glob.escape(source)], split="train")
+        source = KINDS[kind]
+    yield from datasets.load_dataset(source, **hub, streaming=True)
 
 
-def cell(row, where, match):
-    """The text in the column that match[1] names; empty for null."""
-    value = row.get(match[1], [])
-    if not isinstance(value, (str, int, float, type(None))):
-        raise SystemExit(f"{where}: no text in column {match[1]}; pass --column or --template for "
-                         f"one of {', '.join(row)}")
-    return "" if value is None else str(value)
+def fill(template, row, source):
+    """The template with the row's value for each {column}; null is empty."""
+    def text(match):
+        value = row.get(match[1], [])
+        if not isinstance(value, (str, int, float, type(None))):
+            raise SystemExit(
+                f"{source}: no text in column {match[1]}; pass --column or --template for "
+                f"one of {', '.join(row)}")
+        return "" if value is None else str(value)
+
+    return re.sub(r"{([^{}]+)}", text, template)
+
+
+# ---------- tokens ------------------------------------------------------------
 
 
 def chunks(docs):
-    """Lists of about a million characters: short documents travel together, long ones alone."""
-    chunk, size = [], 0
+    """Lists of about a million characters: short documents travel to a worker together,
+    long ones alone."""
+    chunk = []
+    size = 0
     for text in docs:
         chunk.append(text)
         size += len(text)
         if size >= 1 << 20:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     yield chunk
 
 
-def encode(chunk, dtype, tokenizer, val_fraction):
+def encode(chunk, tokenizer, dtype, val_fraction):
     """The tokens of train and those of val, as bytes; runs in a worker."""
-    ids, end, _, _ = encoder(tokenizer)
+    own = encoder(tokenizer)
     parts = bytearray(), bytearray()
     for text in chunk:
-        tokens = np.array(ids(text), dtype)
-        if tokens[-1:].tolist() != [end]:  # some tokenizers put it there themselves
-            tokens = np.append(tokens, dtype.type(end))
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        parts[digest < val_fraction * 2**64].extend(tokens.tobytes())
+        tokens = np.array(own.encode(text), dtype)
+        if tokens[-1:].tolist() != [own.end]:  # some tokenizers put it there themselves
+            tokens = np.append(tokens, dtype.type(own.end))
+        digest = hashlib.sha256(text.encode()).digest()
+        held_out = int.from_bytes(digest[:8], "little") < val_fraction * 2**64
+        parts[held_out].extend(tokens.tobytes())
     return parts
 
 
-def tokenize(docs, files, workers, dtype, *options):
-    """Append the tokens of docs to train's and val's files, in order, whatever the workers."""
+def tokenize(docs, files, workers, tokenizer, dtype, val_fraction):
+    """Append the tokens of docs to train's and val's files, in order."""
     from tqdm import tqdm
-    with ProcessPoolExecutor(workers) as pool, tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
-        futures = (pool.submit(encode, chunk, dtype, *options) for chunk in chunks(docs))
-        pending = list(islice(futures, 4 * workers))  # bounded: memory stays flat
+    progress = tqdm(unit=" tok", unit_scale=True, delay=1)
+    with ProcessPoolExecutor(workers) as pool, progress as bar:
+        # A generator: a chunk is read and sent to a worker when its future is asked for.
+        futures = (
+            pool.submit(encode, chunk, tokenizer, dtype, val_fraction)
+            for chunk in chunks(docs)
+        )
+        pending = list(islice(futures, 4 * workers))  # no more wait, so memory stays flat
         while pending:
             for file, tokens in zip(files, pending.pop(0).result()):
                 bar.update(file.write(tokens) // dtype.itemsize)
@@ -112,81 +153,139 @@ def tokenize(docs, files, workers, dtype, *options):
 
 
 def hold_out_end(train, val, fraction, offset, width):
-    """Move tokens (width bytes each, after offset) until val has the last `fraction` of them."""
+    """Move tokens until val has the last `fraction` of them. They begin at offset, and are
+    width bytes each."""
+    # First all to train. What the hash held out comes last, and so stays held out.
     val.seek(offset)
-    shutil.copyfileobj(val, train)  # what the hash held out comes last, and so stays held out
-    start = offset + width * round((1 - fraction) * (train.tell() - offset) / width)
-    train.seek(start)
+    shutil.copyfileobj(val, train)
+    tokens = (train.tell() - offset) / width
+    start = offset + width * round((1 - fraction) * tokens)
+    # Then the end of them to val.
     val.truncate(val.seek(offset))
+    train.seek(start)
     shutil.copyfileobj(train, val)
     train.truncate(start)
 
 
-def write(docs, out, tokenizer, fractions, workers):
-    """Write out's files. fractions for val.bin: of the documents; of the tokens, if cut in two."""
-    *_, vocab_size, own = encoder(tokenizer)  # here first: a mistake is one line, not one a worker
-    offset, width = (0, 2) if vocab_size <= 65535 else (HEADER_BYTES, 4)
-    tmp, how = os.path.join(out, "prepare.tmp"), ""
+# ---------- files -------------------------------------------------------------
+
+
+def write(docs, out, tokenizer, val_fraction, end_fraction, workers):
+    """Write out's files. val.bin gets val_fraction of the documents, or, if that leaves a
+    split with few tokens, the last end_fraction of all tokens."""
+    own = encoder(tokenizer)  # here first: a mistake is then one line, not one a worker
+    large = own.vocab_size > 65535
+    dtype = np.dtype(np.uint32 if large else np.uint16)
+    offset = HEADER_BYTES if large else 0
+    how = ""
+    with all_or_none(out) as tmp:
+        with open(tmp / "train.bin", "w+b") as train, open(tmp / "val.bin", "w+b") as val:
+            files = (train, val)
+            for file in files:
+                file.write(bytes(offset))
+            tokenize(docs, files, workers, tokenizer, dtype, val_fraction)
+            if min(train.tell(), val.tell()) < offset + MANY * dtype.itemsize:
+                hold_out_end(train, val, end_fraction, offset, dtype.itemsize)
+                how = f", the last {100 * end_fraction:g}% of the text"
+            ends = [file.seek(0, os.SEEK_END) for file in files]
+            counts = [(end - offset) // dtype.itemsize for end in ends]
+            if 0 in counts:
+                raise SystemExit(
+                    f"{out}: {sum(counts)} tokens leave a split empty; pass more text")
+            if large:
+                write_headers(files, counts)
+        if own.file:  # a copy, so that the directory is whole wherever it goes
+            shutil.copyfile(own.file, tmp / TOKENIZER)
+            tokenizer = TOKENIZER
+        meta = {"vocab_size": own.vocab_size, "tokenizer": tokenizer}
+        (tmp / "meta.json").write_text(json.dumps(meta))
+    print(f"{out}/train.bin: {counts[0]:,} tokens")
+    print(f"{out}/val.bin: {counts[1]:,} tokens{how}")
+
+
+def write_headers(files, counts):
+    """llm.c's: magic, version, number of tokens."""
+    if max(counts) >= 2**31:
+        raise SystemExit(
+            f"{max(counts):,} tokens, and the header counts to 2**31; pass a --limit")
+    for file, count in zip(files, counts):
+        file.seek(0)
+        file.write(np.array([UINT32, 7, count], np.int32))
+
+
+def write_small(out, train, val, **meta):
+    """Write out's files from two lists of tokens."""
+    with all_or_none(out) as tmp:
+        np.array(train, np.uint16).tofile(tmp / "train.bin")
+        np.array(val, np.uint16).tofile(tmp / "val.bin")
+        (tmp / "meta.json").write_text(json.dumps(meta))
+    print(f"{out}/train.bin: {len(train):,} tokens")
+    print(f"{out}/val.bin: {len(val):,} tokens")
+
+
+@contextmanager
+def all_or_none(out):
+    """A directory to write in. At the end its files go to `out`; none if anything fails."""
+    tmp = Path(out, "prepare.tmp")
     shutil.rmtree(tmp, ignore_errors=True)  # a killed run's
     try:
-        os.makedirs(tmp)
-        with open(f"{tmp}/train.bin", "w+b") as train, open(f"{tmp}/val.bin", "w+b") as val:
-            train.write(bytes(offset))
-            val.write(bytes(offset))
-            tokenize(docs, (train, val), workers, np.dtype(f"u{width}"), tokenizer, fractions[0])
-            if min(train.tell(), val.tell()) < offset + width * 10_000:  # too few to say much
-                hold_out_end(train, val, fractions[1], offset, width)
-                how = f", the last {100 * fractions[1]:g}% of the text"
-            counts = [(file.seek(0, os.SEEK_END) - offset) // width for file in (train, val)]
-            if 0 in counts:
-                raise SystemExit(f"{out}: {sum(counts)} tokens leave a split empty; pass more text")
-            if offset and max(counts) >= 2**31:
-                raise SystemExit(f"{out}: {max(counts):,} tokens are 2**31 or more; pass a --limit")
-            for file, count in zip((train, val), counts):
-                if offset:  # llm.c's header: magic, version, number of tokens
-                    file.seek(0)
-                    file.write(np.array([UINT32, 7, count], np.int32))
-        with open(f"{tmp}/meta.json", "w") as f:
-            json.dump({"vocab_size": vocab_size, "tokenizer": TOKENIZER if own else tokenizer}, f)
-        if own:  # a copy, so that the directory is whole wherever it goes
-            shutil.copyfile(own, f"{tmp}/{TOKENIZER}")
+        tmp.mkdir(parents=True)
+        yield tmp
         for name in os.listdir(tmp):
-            os.replace(f"{tmp}/{name}", f"{out}/{name}")
+            os.replace(tmp / name, Path(out, name))
     except OSError as e:
-        raise SystemExit(f"cannot write {out}: {e.strerror}; make room, or pass another --out")
+        reason = e.strerror or e
+        raise SystemExit(
+            f"cannot write {out}: {reason}; make room, or pass another --out")
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    print(f"{out}/train.bin: {counts[0]:,} tokens\n{out}/val.bin: {counts[1]:,} tokens{how}")
+
+
+# ---------- the command -------------------------------------------------------
+
+
+def parser_of(doc):
+    """A parser with the help `doc` and the option that all of these commands have."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
+    parser.add_argument("--out", metavar="DIR", help="instead of data/<name>/")
+    return parser
 
 
 def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
-    """The command line; each data/<name>/prepare.py calls it with its name, source and defaults."""
-    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
-    parser.error = sys.exit  # one line and exit code 1, as everywhere here
+    """The command. Each data/<name>/prepare.py calls it with its name, source, defaults."""
+    parser = parser_of(doc)
     option = parser.add_argument
     if name is None:
         option("name", help="files go to data/<name>/")
-    option("source", nargs="*" if source else "+", default=[source], help="files, or hub data sets")
+    many = "*" if source else "+"
+    option("source", nargs=many, default=[source], help="files, or hub data sets")
     option("--subset", help="configuration of a hub data set")
     option("--split", default="train", help="split of a hub data set (default: train)")
     option("--column", default="text", help="column that holds the text (default: text)")
-    option("--template", help=r"text made of several columns, e.g. 'Q: {question}\nA: {answer}'")
-    option("--tokenizer", default="gpt2", metavar="T",
-           help="gpt2 (default), bytes, or a tokenizer.json, its directory or its hub name")
+    option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
+    option("--tokenizer", metavar="T", default="gpt2",
+           help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
     option("--val_fraction", type=float, help=f"default: {val_fraction} of the documents")
-    option("--limit", type=int, metavar="N", default=sys.maxsize, help="only the first N documents")
-    option("--workers", type=int, metavar="N", default=os.cpu_count(), help="default: one a core")
-    option("--out", metavar="DIR", help="directory for the files, instead of data/<name>/")
+    option("--limit", metavar="N", type=int, default=sys.maxsize,
+           help="only the first N documents")
+    option("--workers", metavar="N", type=int, default=os.cpu_count(),
+           help="processes (default: one a core)")
     parser.set_defaults(**defaults)
     args = parser.parse_args()
-    fractions = [val_fraction, 0.1] if args.val_fraction is None else [args.val_fraction] * 2
-    if not 0 < fractions[0] < 1 or min(args.workers, args.limit) < 1:
-        raise SystemExit("--val_fraction must be between 0 and 1, --workers and --limit at least 1")
-    template = (args.template or f"{{{args.column}}}").replace(r"\n", "\n")
-    docs = documents(args.source, template, name=args.subset, split=args.split)
-    docs = islice(filter(None, docs), args.limit)
-    out = args.out or os.path.join(HERE, name or args.name)
-    write(docs, out, args.tokenizer, fractions, args.workers)
+
+    end_fraction = 0.1
+    if args.val_fraction is not None:
+        val_fraction = end_fraction = args.val_fraction
+    if not 0 < val_fraction < 1 or min(args.workers, args.limit) < 1:
+        raise SystemExit(
+            "--val_fraction must be between 0 and 1, --workers and --limit at least 1")
+    template = args.template or "{" + args.column + "}"
+    hub = dict(name=args.subset, split=args.split)
+    docs = documents(args.source, template.replace(r"\n", "\n"), hub)
+    docs = islice(filter(None, docs), args.limit)  # without empty ones
+    out = args.out or HERE / (name or args.name)
+    write(docs, out, args.tokenizer, val_fraction, end_fraction, args.workers)
 
 
 if __name__ == "__main__":

@@ -1,73 +1,101 @@
 """
 Tokenizers: text to token ids and back.
 
-    encode, decode, n = tokenizer(meta, directory)     # as meta.json in the data's directory says
-    encode, end, n, file = encoder("HuggingFaceTB/SmolLM2-135M")    # for prepare.py
+    encode, decode, n = tokenizer(meta, directory)    # as the data's meta.json says
+    encoder("HuggingFaceTB/SmolLM2-135M")    # an Encoder, as a user of prepare.py says
 
-GPT-2's is tiktoken's; bytes and characters need no library. Any other is a tokenizer.json of the
-`tokenizers` library, which prepare.py copies beside the tokens, so that the directory can move.
+GPT-2's is tiktoken's; bytes and characters need no library. Any other is a tokenizer.json
+of the `tokenizers` library, which prepare.py copies beside the tokens, so that the
+directory can move.
 """
 
 import json
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 TOKENIZER = "tokenizer.json"
-# how models name their end of a document, where no tokenizer_config.json says
+# How models name their end of a document, where no tokenizer_config.json says.
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 
 
+# ---------- to sample: as the data says ---------------------------------------
+
+
 def tokenizer(meta, directory=""):
-    """(encode: str -> [id], decode: [id] -> str, number of real tokens) for read_meta's answer."""
+    """(encode: str -> [id], decode: [id] -> str, number of real tokens) for what read_meta
+    has read in directory."""
     if "chars" in meta:
-        chars = meta["chars"]
-        def encode(text):
-            new = "".join(sorted(set(text) - set(chars)))
-            if new:
-                raise SystemExit(f"the prompt has characters this model has never seen: {new!r}")
-            return [chars.index(c) for c in text]
-        return encode, lambda tokens: "".join(chars[t] for t in tokens), len(chars)
+        return of_characters(meta["chars"])
     file = os.path.join(directory, TOKENIZER)
-    kind = meta.get("tokenizer", TOKENIZER if os.path.exists(file) else "gpt2")
-    if kind == "bytes":
-        def decode(tokens):  # 256, where there is one, ends a document
-            return bytes(t for t in tokens if t < 256).decode(errors="replace")
-        return lambda text: list(text.encode()), decode, meta["vocab_size"]
-    if kind == TOKENIZER:
-        hf, size = open_tokenizer(file)
-        return lambda text: hf.encode(text).ids, hf.decode, size
-    if "tokenizer" not in meta and meta["vocab_size"] not in (50257, 50304):  # GPT-2's, and padded
-        raise SystemExit(f"{directory}: no tokenizer is known for vocab_size={meta['vocab_size']}; "
-                         "put the data's meta.json or tokenizer.json there")
+    name = meta.get("tokenizer", TOKENIZER if os.path.exists(file) else None)
+    if name == "bytes":
+        return lambda text: list(text.encode()), decode_bytes, meta["vocab_size"]
+    if name == TOKENIZER:
+        hf, vocab_size = open_tokenizer(file)
+        return lambda text: hf.encode(text).ids, hf.decode, vocab_size
+    if name is None and meta["vocab_size"] not in (50257, 50304):  # GPT-2's, and padded
+        raise SystemExit(
+            f"{directory}: no tokenizer is known for vocab_size={meta['vocab_size']}; put "
+            "the data's meta.json or tokenizer.json there")
     bpe = gpt2_bpe()
     return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
 
 
+def of_characters(chars):
+    def encode(text):
+        new = "".join(sorted(set(text) - set(chars)))
+        if new:
+            raise SystemExit(f"the prompt has characters this model has never seen: {new!r}")
+        return [chars.index(c) for c in text]
+
+    return encode, lambda tokens: "".join(chars[t] for t in tokens), len(chars)
+
+
+def decode_bytes(tokens):
+    """The text of these tokens. 256, where there is one, ends a document."""
+    return bytes(t for t in tokens if t < 256).decode(errors="replace")
+
+
+# ---------- to prepare data: as the user says ---------------------------------
+
+
+class Encoder(NamedTuple):
+    encode: Any  # function: str -> ids; begins a text as its model does, Llama with <s>
+    end: int  # the id that ends a document
+    vocab_size: int
+    file: str | None = None  # its tokenizer.json
+
+
 @cache  # a worker of prepare.py asks for each chunk
 def encoder(name):
-    """(encode: str -> ids, end of text, vocab_size, file or None) of gpt2, bytes, a tokenizer.json,
-    a directory or a hub name. A text begins as the tokenizer begins it, Llama's with <s>."""
+    """The Encoder gpt2 or bytes, or that of a tokenizer.json, a directory or a hub name."""
     if name == "bytes":
-        return lambda text: np.frombuffer(text.encode(), np.uint8), 256, 257, None
+        return Encoder(lambda text: np.frombuffer(text.encode(), np.uint8), 256, 257)
     if name == "gpt2":
         bpe = gpt2_bpe()
-        return bpe.encode_ordinary, bpe.eot_token, 50304, None
+        return Encoder(bpe.encode_ordinary, bpe.eot_token, 50304)
     file = name
     if not os.path.isfile(name):
         file = os.path.join(local_copy("tokenizer", name, "tokenizer*.json"), TOKENIZER)
-    hf, size = open_tokenizer(file)
-    config, eos = Path(file).with_name("tokenizer_config.json"), None
+    hf, vocab_size = open_tokenizer(file)
+    config = Path(file).with_name("tokenizer_config.json")
+    eos = None
     if config.exists():
         eos = json.loads(config.read_text("utf-8")).get("eos_token")
     if isinstance(eos, dict):
         eos = eos["content"]
     for end in (eos, *ENDS):
         if end in hf.get_vocab():
-            return lambda text: hf.encode(text).ids, hf.token_to_id(end), size, file
+            end_id = hf.token_to_id(end)
+            return Encoder(lambda text: hf.encode(text).ids, end_id, vocab_size, file)
     raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
+
+
+# ---------- where they come from ----------------------------------------------
 
 
 def open_tokenizer(file):
@@ -76,14 +104,17 @@ def open_tokenizer(file):
         from tokenizers import Tokenizer  # here: few need it
         hf = Tokenizer.from_file(file)
     except Exception as e:  # the library raises plain Exceptions
-        raise SystemExit(f"{file}: not a tokenizer of the library (pip install tokenizers): {e}")
-    hf.no_truncation()  # some files ask for it
+        raise SystemExit(
+            f"{file}: not a tokenizer of the library (pip install tokenizers): {e}")
+    # Some files ask for both, for batches; a document is taken as it is.
+    hf.no_truncation()
     hf.no_padding()
     return hf, max(hf.get_vocab().values()) + 1
 
 
 def local_copy(key, name, *patterns):
-    """The directory `name`, or a copy of the hub's files that match; key is what asked for it."""
+    """The directory `name`, or a copy of the hub's files that match the patterns. key: what
+    a user has said it with."""
     if os.path.isdir(name):
         return name
     try:
@@ -91,8 +122,9 @@ def local_copy(key, name, *patterns):
         hub = f"openai-community/{name}" if name.startswith("gpt2") else name
         return snapshot_download(hub, allow_patterns=list(patterns))
     except Exception as e:
-        raise SystemExit(f"{key}={name}: neither a directory here nor on the Hugging Face hub "
-                         f"({type(e).__name__}); without a network pass a local directory")
+        raise SystemExit(
+            f"{key}={name}: neither a directory here nor on the Hugging Face hub "
+            f"({type(e).__name__}); without a network pass a local directory")
 
 
 def gpt2_bpe():
@@ -101,5 +133,6 @@ def gpt2_bpe():
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as e:
-        raise SystemExit(f"GPT-2's vocabulary cannot be downloaded ({type(e).__name__}); set "
-                         "TIKTOKEN_CACHE_DIR to a directory that has it, or use --tokenizer=bytes")
+        raise SystemExit(
+            f"GPT-2's vocabulary cannot be downloaded ({type(e).__name__}); set "
+            "TIKTOKEN_CACHE_DIR to a directory that has it, or use --tokenizer=bytes")

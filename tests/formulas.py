@@ -1,6 +1,6 @@
 """
 What a rank keeps and sends, by closed formulas from names and shapes. Real ranks (test_fsdp.py,
-test_optimizer.py, test_float8.py) and the rehearsal (test_plan.py) are both compared with them.
+test_muon.py, test_float8.py) and the rehearsal (test_plan.py) are both compared with them.
 
     device, host = kept(model, cfg, world)      # {kind: bytes} at rest, with gradients
     traffic(model, cfg, world)                  # {(collective, ranks in the group): bytes a step}
@@ -10,8 +10,7 @@ import math
 from collections import Counter
 
 import fsdp
-from configurator import SHARDED
-from optimizer import divide
+from configurator import SHARDED, extra
 
 WIDTHS = dict(float32=4, bfloat16=2, float16=2, float8=2)  # bytes; float8's products are apart
 
@@ -19,9 +18,13 @@ WIDTHS = dict(float32=4, bfloat16=2, float16=2, float8=2)  # bytes; float8's pro
 def units_of(model, cfg):
     """[{name: parameter}] by unit, each parameter once; the root, which has the rest, is last."""
     left, units = dict(model.named_parameters()), []
-    inner = fsdp.find_units(model, cfg.wrap_min_params) if cfg.strategy in SHARDED else []
-    for name, _ in inner:
-        units.append({key: left.pop(key) for key in list(left) if key.startswith(name + ".")})
+    names = {module: name for name, module in model.named_modules()}
+    inner = []
+    if cfg.strategy in SHARDED:
+        inner = fsdp.find_units(model, model.blocks, cfg.wrap_min_params)
+    for unit in inner:
+        inside = names[unit] + "."
+        units.append({key: left.pop(key) for key in list(left) if key.startswith(inside)})
     return [*units, left]
 
 
@@ -75,10 +78,11 @@ def traffic(model, cfg, world):
         for unit in units:
             times = times_gathered(model, cfg, unit, A, syncs, is_root=unit is units[-1])
             sent["all_gather", g] += times * gathered(unit, cfg, g)
-    shares = divide(muon_matrices(model, cfg), world.size)  # by owner; this is rank 0's view
-    size = [sum(padded(p, g) for p in share) * (2 if cfg.dtype in ("bfloat16", "float8") else 4)
-            for share in shares]
-    if sum(size):
+    matrices = muon_matrices(model, cfg)
+    if matrices:
+        width = 2 if cfg.dtype in ("bfloat16", "float8") else 4
+        shares = extra("muon", "optimizer=muon").divide(matrices, world.size)  # by owner
+        size = [sum(padded(p, g) for p in share) * width for share in shares]
         first = world.rank // g * g
         if cfg.strategy in SHARDED:
             sent["all_to_all", g] += sum(size[first:first + g])  # rows to the owners in this copy

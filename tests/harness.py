@@ -14,7 +14,6 @@ CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is
 they import your file, a script needs `if __name__ == "__main__":` around what it starts.
 """
 
-import importlib
 import io
 import json
 import multiprocessing.connection
@@ -28,7 +27,7 @@ import sys
 import tempfile
 import time
 import types
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from functools import partial
 from unittest.mock import patch
@@ -47,35 +46,30 @@ is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\
 of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
 
 
-class Gone(types.ModuleType):
-    """Stands for a file that a fork has deleted: a test that needs it is skipped."""
+class Gone:
+    """Looks for the files of extras/ where a fork has deleted it: what needs one is skipped."""
 
-    def __getattr__(self, name):
-        if name.startswith("_"):
-            raise AttributeError(name)
-        pytest.skip(f"{self.__name__}.py is not here", allow_module_level=True)
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.startswith("extras"):
+            pytest.skip("extras/ is not here", allow_module_level=True)
 
 
-for name in ("llama", "plan", "rehearse", "bench", "sample", "huggingface"):
-    if not os.path.exists(os.path.join(HERE, f"{name}.py")):
-        sys.modules[name] = Gone(name)
+if not os.path.exists(os.path.join(HERE, "extras")):
+    sys.meta_path.insert(0, Gone)
 
 import configurator  # noqa: E402
 import ranks  # noqa: E402
 import train  # noqa: E402
-from configurator import config_class, load_config, model_config  # noqa: E402
+from configurator import (  # noqa: E402
+    config_class,
+    load_config,
+    model_config,
+    model_file,
+    resolve,
+)
+from data.loader import Batches  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-
-file_beside_model_py = configurator.model_file
-
-
-def model_file(name):
-    """--model=moe lies in tests/; a Gone one skips the test when its Model is asked for."""
-    in_tests = name == "moe" or isinstance(sys.modules.get(name), Gone)
-    return importlib.import_module(name) if in_tests else file_beside_model_py(name)
-
-
-configurator.model_file = train.model_file = model_file
 
 # -----------------------------------------------------------------------------
 # commands
@@ -141,9 +135,8 @@ def start(world, args, tmp, *options, **env):
 
 
 def usual_signals():
-    """In a new process: nohup and a shell's background have theirs ignored."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    """In a new process: a shell's background has Ctrl-C ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def finish(p, seconds=60):
@@ -238,7 +231,6 @@ def forked(env, logs, models, function, args):
     configurator.HERE = models  # what the fixture `models` has set
     os.chdir(HERE)
     torch.set_num_threads(1)
-    ranks.PARENT = os.getppid()  # not that of the server, which imported it
     ranks.run(function, *args)
 
 
@@ -298,6 +290,14 @@ TINY = dict(
 OTHERS = dict(n_kv_head=1, n_inner=50, rope_theta=1e4, tie_embeddings=False)  # llama's
 
 
+def refused(function, *args, **kwargs):
+    """The one line that it says to this input."""
+    with pytest.raises(SystemExit) as e:
+        function(*args, **kwargs)
+    assert isinstance(e.value.code, str) and "\n" not in e.value.code, e.value.code
+    return e.value.code
+
+
 def two_each(world):
     """The 24 sequences of TINY's steps as two micro-batches on each rank, which takes less time.
     Not on 3, where they round so that the weights come close to the tests' limits."""
@@ -333,6 +333,99 @@ def initialized(model, seed):
     return model.eval()
 
 
+# TINY's: warm-up over 2 steps to 1e-3, then a cosine to 1e-4 at step 20, where cos(0), cos(pi/18)
+# and cos(pi/9) are
+RATES = [1e-3 / 3, 2e-3 / 3, 1e-3, 9.931634888554936e-4, 9.728616793536588e-4]
+
+
+def plain_training(cfg):
+    """The same run in plain PyTorch, with a loop, a schedule and AdamW of its own: (losses, norms
+    of the gradients, weights, {name: where a weight has had a gradient})."""
+    model, batches = plain_model(cfg).train(), Batches(cfg, ranks.World())
+    named = dict(model.named_parameters())
+    for name, p in named.items():
+        p.requires_grad_(not (cfg.freeze and re.search(cfg.freeze, name)))
+    trained = [p for p in named.values() if p.requires_grad]
+    decay = cfg.weight_decay
+    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": decay},
+              {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False, fused=False)
+    losses, norms = [], []
+    largest = {name: torch.zeros_like(p) for name, p in named.items()}  # gradients
+    for step, rate in enumerate(RATES[:cfg.max_iters]):
+        total = 0.0
+        for micro in range(cfg.gradient_accumulation_steps):
+            loss = model(*batches.train(step, micro))[1] / cfg.gradient_accumulation_steps
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or 1e9)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        for name, p in named.items():
+            if p.grad is not None:
+                largest[name] = torch.maximum(largest[name], p.grad.abs())
+        optimizer.zero_grad()
+        losses.append(total)
+        norms.append(norm.item())
+    # A gradient that is zero but for rounding, such as the bias of the keys: AdamW divides that
+    # noise by its own size, and what comes of it is another in every mode.
+    noise = 1e-6 * max(size.max() for size in largest.values())
+    counts = {name: size > noise for name, size in largest.items()}
+    return losses, norms, dict(model.state_dict()), counts
+
+
+def built(tmp, **overrides):
+    """A run on these ranks, before its first step: world, cfg, what to call, the model, its
+    optimizer, batches."""
+    world = ranks.setup("cpu", "auto")
+    cfg = resolve(tiny(tmp, **overrides), world)
+    wrapped, optimizer = train.build(cfg, world)
+    return types.SimpleNamespace(
+        world=world, cfg=cfg, wrapped=wrapped, model=train.unwrap(wrapped),
+        optimizer=optimizer, batches=Batches(cfg, world))
+
+
+def steps(run, first=0, n=1, scaler=None):
+    """Its optimizer steps first .. first + n - 1; (loss, norm) of the last."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    batch = run.batches.train(first, 0)
+    for step in range(first, first + n):
+        loss, norm, batch = train.train_step(run.wrapped, run.optimizer, scaler, run.batches,
+                                             batch, step, run.cfg, run.world)
+    return loss.item(), norm.item()
+
+
+# as FSDP2 and ours call them; the _single names are newer
+COLLECTIVES = dict(
+    all_gather_into_tensor="all_gather", all_gather_single="all_gather",
+    reduce_scatter_tensor="reduce_scatter", reduce_scatter_single="reduce_scatter",
+    all_reduce="all_reduce", all_to_all_single="all_to_all")
+
+
+@contextmanager
+def heard():
+    """The collectives that torch.distributed is asked for inside: a list that fills with
+    (kind, ranks in the group, dtype, bytes of the whole buffer). DDP's C++ asks by itself."""
+    calls = []
+
+    def listen(kind, original):
+        def call(*args, **kwargs):
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            whole = args[1] if kind == "all_to_all" else max(tensors, key=torch.Tensor.numel)
+            group = dist.get_world_size(kwargs.get("group"))
+            calls.append((kind, group, str(whole.dtype), whole.numel() * whole.element_size()))
+            return original(*args, **kwargs)
+        return call
+
+    with ExitStack() as patches:
+        for name, kind in COLLECTIVES.items():
+            if hasattr(dist, name):
+                call = listen(kind, getattr(dist, name))
+                patches.enter_context(patch.object(dist, name, call))
+        yield calls
+
+
 def flags(**overrides):
     return [f"--{k}={v}" for k, v in overrides.items()]
 
@@ -362,14 +455,13 @@ def run_training(tmp, name, **overrides):
     """A whole run on these ranks, as the command would; returns its logged steps."""
     out = os.path.join(tmp, name)
     cfg = load_config(arguments(tmp, out, **overrides))
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         with no_compiler():
             train.train(cfg)
     finally:  # the process goes on: pytest's, or a rank with more cases
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        ranks.StopSignal.number = 0
     return [r for r in read_metrics(out) if "loss" in r]
 
 

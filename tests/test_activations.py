@@ -1,151 +1,63 @@
 """
-What is kept for backward: the blocks' inputs, in host memory; the loss in chunks.
+What is kept for backward: the loss in chunks, the blocks' inputs in host memory. And how DDP keeps
+and sends gradients. Checkpointing is in test_fsdp.py.
 
     python -m pytest -q tests/test_activations.py
-
-Checkpointing is in test_fsdp.py; what a plan says of all this in test_plan.py.
 """
 
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import on_ranks, plain_gpt, tiny, values
-from torch import nn
+from harness import built, on_ranks, plain_gpt, run_training, steps, tiny, values
 from torch.nn import functional as F
 
-import configurator
 import fsdp
-import ranks
 import train
-from configurator import STRATEGIES, resolve
-from data.loader import Batches
-from model import GPT
-from optimizer import make_state, require_gradients
-
-CPU = torch.device("cpu")
+from optimizer import allocate_state
+from ranks import World
 
 # -----------------------------------------------------------------------------
 # the loss in chunks
 
 
-def some_loss(loss_of, T=13, V=67):
-    """(loss, gradients) of the same head, inputs and targets, a third of which are ignored."""
-    generator = torch.Generator().manual_seed(0)
-    head = nn.Linear(10, V, bias=False)
-    with torch.no_grad():
-        head.weight.normal_(generator=generator)
-    x = torch.randn(3, T, 10, generator=generator, requires_grad=True)
-    targets = torch.randint(V, (3, T), generator=generator)
-    targets[:, 1::3] = -1
-    targets[0, :7] = -1  # one chunk has fewer than another
-    loss = loss_of(x, head, targets)
-    (5 * loss).backward()
-    return loss, x.grad, head.weight.grad
-
-
-def in_chunks(n):
-    """The loss as GPT.head_loss computes it in n pieces."""
-    def loss_of(x, head, targets):
-        logits, loss = GPT.head_loss(SimpleNamespace(lm_head=head, loss_chunks=n), x, targets)
-        assert logits is None
-        return loss
-    return loss_of
-
-
-@pytest.mark.parametrize("T, chunks", [(13, 1), (13, 4), (13, 13), (13, 50), (12, 3)])
-def test_activations_loss_in_chunks_is_the_mean_of_all_targets(T, chunks):
-    def plain(x, head, targets):
-        return F.cross_entropy(head(x).flatten(0, 1), targets.flatten(), ignore_index=-1)
-
-    for a, b in zip(some_loss(plain, T), some_loss(in_chunks(chunks), T)):
-        assert torch.allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
 def test_activations_only_one_chunk_of_logits_exists():
-    sizes, cross_entropy = [], F.cross_entropy
-
-    def spy(logits, *args, **kwargs):
-        sizes.append(len(logits))
-        return cross_entropy(logits, *args, **kwargs)
-
-    saved = []
-    with (patch.object(F, "cross_entropy", spy),
-          torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)):
-        some_loss(in_chunks(4))
-    assert sizes == 2 * [3 * 4, 3 * 4, 3 * 4, 3 * 1] or sorted(sizes) == 2 * [3] + 6 * [12]
-    assert all(t.size(-1) != 67 for t in saved[:8])  # forward keeps no logits
-
-
-def case_chunks(tmp, **keys):
-    """(losses, largest difference of a gradient relative to its norm) with and without chunks;
-    how often each computed a cross-entropy."""
-    runs, calls = [], []
-    for chunks in (0, 3):
-        cfg = tiny(tmp, loss_chunks=chunks, **keys)
-        world = ranks.setup(cfg.device, cfg.backend)
-        cfg = resolve(cfg, world)
-        wrapped, model, _ = train.build(cfg, world)
-        batches, total = Batches(cfg, world), 0.0
-        for micro in range(2):
-            x, y = batches.train(0, micro)
-            y = y.masked_fill(torch.arange(16) % (3 + world.rank) == 0, -1)
-            fsdp.set_grad_sync(wrapped, cfg, micro == 1)
-            with patch.object(F, "cross_entropy", wraps=F.cross_entropy) as spy:
-                with fsdp.autocast(cfg, world.device):
-                    loss = wrapped(x, y)[1]
-                loss.backward()
-            total += loss.item()
-            calls.append(spy.call_count)
-        runs.append((total, {n: fsdp.gather_full(p.grad, world)
-                             for n, p in model.named_parameters()}))
-    (loss, grads), (cut, cut_grads) = runs
-    worst = 0.0
-    if world.rank == 0:
-        worst = max(((grads[n] - cut_grads[n]).norm() / (grads[n].norm() + 1e-3)).item()
-                    for n in grads)
-    return loss, cut, worst, calls
-
-
-CHUNKED = {f"{strategy}-{dtype}": dict(strategy=strategy, dtype=dtype, compile=False,
-                                       shard_group_size=2 * (strategy == "hybrid_shard"))
-           for strategy in STRATEGIES[1:] for dtype in ("float32", "bfloat16")}
-
-
-@pytest.fixture(scope="module")
-def chunked(tmp):
-    cases = {name: (case_chunks, {"tmp": tmp, **keys}) for name, keys in CHUNKED.items()}
-    return on_ranks(2, cases)
-
-
-@pytest.mark.parametrize("name", CHUNKED)
-def test_activations_loss_in_chunks_in_every_strategy(chunked, name):
-    for loss, cut, worst, calls in values(chunked, name):
-        bf16 = "bfloat16" in name
-        assert cut == pytest.approx(loss, rel=1e-3 if bf16 else 1e-6)
-        assert worst <= (2e-2 if bf16 else 1e-6)
-        assert calls == [1, 1, 6, 6]  # three pieces of two micro-batches, and again in backward
-
-
-def test_activations_loss_chunks_of_a_model_without_head_loss_is_one_line(tmp):
-    with (patch.object(configurator, "model_file", lambda name: SimpleNamespace(Model=nn.Linear)),
-          pytest.raises(SystemExit, match="loss_chunks=2 .*model=gpt2 has no head_loss") as e):
-        resolve(tiny(tmp, loss_chunks=2), ranks.World())
-    assert "\n" not in str(e.value)
+    """Three chunks of 13 tokens, in bf16. (In fp32 every mode has them: test_fsdp.py's pairs.)"""
+    gpt, saved = plain_gpt(), []
+    idx = torch.arange(3 * 13).view(3, 13)
+    targets = idx.masked_fill(torch.arange(13) % 3 == 1, -1)
+    targets[0, :7] = -1  # a chunk has fewer that count than another
+    with torch.autocast("cpu", torch.bfloat16):
+        gpt.lm_head.register_forward_hook(lambda head, args, out: setattr(head, "out", out))
+        gpt(idx, targets)  # whose logits are detached
+        logits = gpt.lm_head.out.float().flatten(0, 1)
+        expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
+        grads = torch.autograd.grad(expected, [*gpt.parameters()])
+        gpt.loss_chunks = 3
+        with (patch.object(F, "cross_entropy", wraps=F.cross_entropy) as calls,
+              torch.autograd.graph.saved_tensors_hooks(
+                  lambda t: saved.append(t.shape) or t, lambda t: t)):
+            logits, loss = gpt(idx, targets)
+            kept = [shape for shape in saved if shape[-1:] == (67,)]
+            loss.backward()
+    assert logits is None and set(kept) <= {(30, 67)}  # the head's weight, and no logits
+    sizes = [len(call.args[0]) for call in calls.call_args_list]
+    assert sorted(sizes) == 2 * [3 * 3] + 4 * [3 * 5]  # again in backward
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    for p, grad in zip(gpt.parameters(), grads):
+        assert (p.grad - grad).norm() <= 2e-2 * (grad.norm() + 1e-3)
 
 
 # -----------------------------------------------------------------------------
 # activation_offload
 
-OFFLOAD = dict(activation_checkpointing="full", activation_offload=True)
 
-
-def backward(cfg, dtype, device=CPU):
-    """A step of a GPT with dropout whose blocks are changed as cfg says: (its gradients, the
-    blocks' inputs, what went through save_on_cpu, what save_on_cpu was asked for)."""
+def backward(dtype, *how):
+    """A step of a GPT with dropout whose blocks are checkpointed as fsdp is told: (its gradients,
+    the blocks' inputs, what went through save_on_cpu, what save_on_cpu was asked for)."""
     gpt, inputs, packed, asked = plain_gpt(dropout=0.1).train(), [], [], []
-    fsdp.checkpoint_activations(gpt, cfg, device)
+    if how:
+        fsdp.checkpoint_activations(gpt.blocks, *how)
     for block in gpt.blocks:
         block.register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
     save_on_cpu = torch.autograd.graph.save_on_cpu
@@ -167,105 +79,95 @@ def backward(cfg, dtype, device=CPU):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_offload_moves_the_blocks_inputs_and_no_weights(tmp, dtype):
+def test_activations_offload_moves_the_blocks_inputs_and_no_weights(dtype):
     """Neither parameters nor autocast's copies of them; and backward gets the same numbers."""
-    grads, inputs, packed, _ = backward(tiny(tmp, **OFFLOAD), dtype)
+    grads, inputs, packed, asked = backward(dtype, "full", True)
     packed = [t for t in packed if t.numel()]  # checkpoint saves an empty tensor too
     assert [t.data_ptr() for t in packed] == [x.data_ptr() for x in inputs]
     assert [t.nbytes for t in packed] == 3 * [2 * 16 * 30 * 4]
-    for how in ("full", "selective", "none"):
-        expected, _, packed, _ = backward(tiny(tmp, activation_checkpointing=how), dtype)
+    assert asked == 3 * [dict(pin_memory=False)]
+    for how in (["full"], ["selective"], []):
+        expected, _, packed, _ = backward(dtype, *how)
         assert packed == []
         assert all(map(torch.equal, grads, expected))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1", "mps"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
-    _, _, _, asked = backward(tiny(tmp, **OFFLOAD), torch.float32, torch.device(device))
-    assert asked == 3 * [dict(pin_memory=device.startswith("cuda"))]
+    cfg = tiny(tmp, strategy="single", activation_checkpointing="full", activation_offload=True)
+    with (patch.object(fsdp, "checkpoint_activations") as asked, patch.object(fsdp, "allocate")):
+        train.parallelize(plain_gpt(), cfg, World(device=torch.device(device)))
+    pinned = asked.call_args.kwargs["pin_memory"]
+    assert pinned == (device == "cuda")
+    assert backward(torch.float32, "full", True, pinned)[3] == 3 * [dict(pin_memory=pinned)]
 
 
 # -----------------------------------------------------------------------------
-# what else changes how a step's numbers are kept and sent
+# DDP's gradients; the CPU's threads
 
 
-def case_reduce(tmp, **keys):
-    """Gradients of one step by ddp in reduce_dtype, and the dtypes that were all-reduced."""
-    cfg = tiny(tmp, strategy="ddp", grad_clip=0.0, **keys)
-    world = ranks.setup(cfg.device, cfg.backend)
-    cfg = resolve(cfg, world)
-    wrapped, model, _ = train.build(cfg, world)
-    sent, all_reduce = [], torch.distributed.all_reduce
-
-    def spy(t, *args, **kwargs):
-        sent.append(str(t.dtype))
-        return all_reduce(t, *args, **kwargs)
-
-    with patch.object(torch.distributed, "all_reduce", spy):
-        wrapped(*Batches(cfg, world).train(0, 0))[1].backward()
-    return sorted(set(sent)), [p.grad.flatten().tolist() for p in model.parameters()]
+def case_reduce(tmp):
+    """[what is all-reduced, relative error of the gradients, their sum] for each reduce_dtype."""
+    all_reduce = torch.distributed.all_reduce
+    out, exact = [], None
+    for reduce_dtype, dtype in (("float32", "float32"), ("bfloat16", "float32"),
+                                ("float16", "float32"), ("float16", "bfloat16")):
+        run = built(tmp, strategy="ddp", reduce_dtype=reduce_dtype, dtype=dtype)
+        with patch.object(torch.distributed, "all_reduce", wraps=all_reduce) as sent:
+            run.wrapped(*run.batches.train(0, 0))[1].backward()
+        grads = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+        exact = grads if exact is None else exact
+        dtypes = {str(call.args[0].dtype) for call in sent.call_args_list}  # none: DDP's C++ does
+        out.append([[*dtypes], ((grads - exact).norm() / exact.norm()).item(), grads.sum().item()])
+    return out
 
 
 def test_ddp_reduces_in_reduce_dtype_without_nccl(tmp):
-    dtypes = ("float32", "bfloat16", "float16")
-    cases = {d: (case_reduce, dict(tmp=tmp, reduce_dtype=d)) for d in dtypes}
-    cases["mixed"] = case_reduce, dict(tmp=tmp, reduce_dtype="float16", dtype="bfloat16")
-    results = on_ranks(2, cases)
-    assert values(results, "mixed")[0][0] == ["torch.float16"]
-    exact = values(results, "float32")[0][1]
-    for dtype, precision in (("bfloat16", 2**-7), ("float16", 2**-9)):
-        a, b = values(results, dtype)
-        assert a[0] == [f"torch.{dtype}"] and a == b
-        for ours, theirs in zip(a[1], exact):
-            ours, theirs = torch.tensor(ours), torch.tensor(theirs)
-            assert 0 < (ours - theirs).norm() <= precision * theirs.norm() + 1e-6
+    first, second = values(on_ranks(2, {"": (case_reduce, dict(tmp=tmp))}), "")
+    assert first == second
+    (fp32, exact, _), (bf16, some, _), (fp16, fewer, _), (mixed, _, _) = first
+    assert fp32 == [] and bf16 == ["torch.bfloat16"] and fp16 == mixed == ["torch.float16"]
+    assert exact == 0 < fewer < some < 2**-7 and fewer < 2**-9
 
 
 def case_storages(tmp):
-    """The first gradient of a micro-batch that is not reduced; how many storages hold the gradients
-    when each micro-batch of two steps is fetched."""
-    cfg = tiny(tmp, strategy="ddp", gradient_accumulation_steps=6)
-    world = ranks.setup(cfg.device, cfg.backend)
-    cfg = resolve(cfg, world)
-    wrapped, model, optimizer = train.build(cfg, world)
-    batches, scaler, counts = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False), []
-    make_state(optimizer)  # as a resumed run does
-    require_gradients(model, batches.train(0, 0), cfg, world)  # as every run
-    fsdp.set_grad_sync(wrapped, cfg, is_last_micro_batch=False)
-    wrapped(*batches.train(0, 0))[1].backward()
-    own = next(model.parameters()).grad.norm().item()
-    optimizer.zero_grad(set_to_none=False)
+    """A gradient's norm after a micro-batch that is not reduced; how many storages hold the
+    gradients when each later micro-batch of two steps is fetched."""
+    run = built(tmp, strategy="ddp", gradient_accumulation_steps=6)
+    params = [*run.model.parameters()]
+    allocate_state(run.optimizer)  # as a resumed run does
+    fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=False, every=False)
+    run.wrapped(*run.batches.train(0, 0))[1].backward()
+    own = params[0].grad.norm().item()
+    run.optimizer.zero_grad(set_to_none=False)
+    counts = []
+    fetch = run.batches.train
 
-    def fetch(step, micro):
-        grads = [p.grad for p in model.parameters()]
+    def counted(step, micro):
+        grads = [p.grad for p in params]
         counts.append(len({g if g is None else g.untyped_storage().data_ptr() for g in grads}))
-        return batches.train(step, micro)
+        return fetch(step, micro)
 
-    batch = batches.train(0, 0)
-    for step in range(2):
-        _, _, batch = train.train_step(wrapped, optimizer, scaler, SimpleNamespace(train=fetch),
-                                       batch, step, cfg, world)
-    return own, counts
+    run.batches.train = counted
+    steps(run, n=2)
+    return own, counts[1:]
 
 
 def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
     """From the first micro-batch on: beside the buckets they would take 4 bytes a parameter. And
     reduces none but the last's: not in the first step either, or resuming would round otherwise."""
-    results = on_ranks(2, {"ddp": (case_storages, dict(tmp=tmp))})
-    (own, counts), (other, same) = values(results, "ddp")
+    (own, counts), (other, same) = values(on_ranks(2, {"": (case_storages, dict(tmp=tmp))}), "")
     assert counts == same == 6 * [1]  # the tiny model's fit one bucket
     assert own != other
 
 
-def case_threads(tmp, **keys):
-    cfg = tiny(tmp, strategy="full_shard", **keys)
-    world = ranks.setup(cfg.device, cfg.backend)
+def case_threads(tmp, name, **keys):
     with patch("os.cpu_count", lambda: 8):
-        train.build(resolve(cfg, world), world)
+        run_training(tmp, name, strategy="full_shard", max_iters=0, **keys)
     return torch.get_num_threads()
 
 
 def test_threads_of_the_node_are_divided_when_the_cpu_updates(tmp):
-    results = on_ranks(2, {"device": (case_threads, dict(tmp=tmp)),
-                           "host": (case_threads, dict(tmp=tmp, cpu_offload=0.5))})
+    results = on_ranks(2, {name: (case_threads, dict(tmp=tmp, name=name, cpu_offload=fraction))
+                           for name, fraction in dict(device=0.0, host=0.5).items()})
     assert values(results, "device") == [1, 1] and values(results, "host") == [4, 4]

@@ -5,64 +5,39 @@ torch.compile compiles what it is asked to: graphs are counted, whatever else a 
     TORCH_LOGS=graph_code python train.py config/quickstart.py --compile=True   # shows the graphs
 """
 
-import itertools
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import no_compiler, on_ranks, tiny, values
+from harness import built, no_compiler, on_ranks, steps, values
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-import ranks
 import train
-from configurator import SHARDED, STRATEGIES, conflicts, resolve
-from data.loader import Batches
+from configurator import SHARDED
 
-FACTORS = dict(
-    strategy=STRATEGIES, activation_checkpointing=["none", "selective", "full"],
-    activation_offload=[False, True], cpu_offload=[0.0, 0.5], wrap_min_params=[0, 2000],
-    loss_chunks=[0, 3])
-
-
-def combinations():
-    """{name: keys} that may be compiled, and those that only compile=True forbids."""
-    accepted, refused = {}, {}
-    for chosen in itertools.product(*FACTORS.values()):
-        keys = dict(zip(FACTORS, chosen), gradient_accumulation_steps=1, n_layer=2)
-        wrong = []
-        for compiled in (False, True):
-            cfg = tiny("", **keys, compile=compiled)
-            with no_compiler():
-                wrong.append([key for key, bad, _ in conflicts(cfg, ranks.World(), True) if bad])
-        if not wrong[1]:
-            accepted["-".join(map(str, chosen))] = keys
-        elif not wrong[0]:
-            refused["-".join(map(str, chosen))] = keys
-    return accepted, refused
-
-
-ACCEPTED, REFUSED = combinations()
-
-
-def is_counted(strategy, activation_checkpointing, cpu_offload, wrap_min_params, loss_chunks, **_):
-    """A third of them: each costs a second. What shards in another way compiles the same."""
-    if loss_chunks != (3 if activation_checkpointing == "full" else 0):
-        return False
-    if strategy == "hybrid_shard":
-        return cpu_offload and not wrap_min_params and activation_checkpointing == "selective"
-    return strategy in ("single", "ddp", "full_shard") or not (cpu_offload or wrap_min_params)
-
-
-CASES = {name: keys for name, keys in ACCEPTED.items() if is_counted(**keys)}
-CASES |= {
+SELECTIVE = dict(activation_checkpointing="selective")
+FULL = dict(activation_checkpointing="full", loss_chunks=3)
+ZERO2 = dict(strategy="shard_grad_op")
+ZERO3 = dict(strategy="full_shard")
+CASES = {  # what configurator.conflicts refuses, such as activation_offload, is in test_config.py
+    "single": dict(strategy="single"),
+    "single selective": dict(strategy="single", **SELECTIVE),
+    "ddp": dict(strategy="ddp"),
+    "ddp full": dict(strategy="ddp", **FULL),
+    "shard_grad_op": ZERO2,
+    "shard_grad_op full": dict(**ZERO2, **FULL),
+    "full_shard": ZERO3,
+    "full_shard selective": dict(**ZERO3, **SELECTIVE),
+    "offload full": dict(**ZERO3, **FULL, cpu_offload=0.5),
+    "by size offload": dict(**ZERO3, wrap_min_params=2000, cpu_offload=0.5),
+    "hybrid": dict(strategy="hybrid_shard", **SELECTIVE, cpu_offload=0.5),
+    "last": dict(**ZERO2, grad_sync="last", gradient_accumulation_steps=2),
+    "bf16": dict(**ZERO3, dtype="bfloat16", loss_chunks=3),
+    "untied": dict(**ZERO3, model="test_fsdp", loss_chunks=3),
     # more blocks than the 8 times that dynamo compiles a function again
-    "deep": dict(strategy="full_shard", n_layer=9, activation_checkpointing="full"),
-    "bf16": dict(strategy="full_shard", n_layer=2, dtype="bfloat16", loss_chunks=3),
-    "untied": dict(strategy="full_shard", n_layer=2, model="test_fsdp", loss_chunks=3),
-    "last": dict(strategy="shard_grad_op", n_layer=2, grad_sync="last")}
+    "deep": dict(**ZERO3, **FULL, n_layer=9)}
 
 
 def case_graphs(tmp, **keys):
@@ -71,16 +46,11 @@ def case_graphs(tmp, **keys):
     for compiled in (False, True):
         with no_compiler():
             counters.clear()
-            cfg = tiny(tmp, **{"gradient_accumulation_steps": 2, **keys}, compile=compiled)
-            world = ranks.setup(cfg.device, cfg.backend)
-            cfg = resolve(cfg, world)
-            wrapped, _, optimizer = train.build(cfg, world)
-            batches, scaler = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False)
-            batch, numbers, graphs = batches.train(0, 0), [], []
+            run = built(tmp, **{"gradient_accumulation_steps": 1, "n_layer": 2, **keys},
+                        compile=compiled)
+            numbers, graphs = [], []
             for step in range(2):
-                loss, norm, batch = train.train_step(wrapped, optimizer, scaler, batches, batch,
-                                                     step, cfg, world)
-                numbers += [loss.item(), norm.item()]
+                numbers += steps(run, step)
                 graphs.append(counters["stats"]["unique_graphs"])
             rows.append((numbers, graphs, len(counters["graph_break"])))
     return rows
@@ -102,17 +72,11 @@ def case_evaluation(tmp, strategy):
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
     with no_compiler(), patch.object(torch, "compile", partial(torch.compile, backend=backend)):
-        cfg = tiny(tmp, strategy=strategy, gradient_accumulation_steps=1, batch_size=4,
-                   eval_iters=100, compile=True)  # of 37 windows the last batch has one
-        world = ranks.setup(cfg.device, cfg.backend)
-        cfg = resolve(cfg, world)
-        wrapped, _, optimizer = train.build(cfg, world)
-        batches, scaler = Batches(cfg, world), torch.amp.GradScaler("cpu", enabled=False)
-        batch, stop = batches.train(0, 0), SimpleNamespace(requested=lambda: False)
+        run = built(tmp, strategy=strategy, gradient_accumulation_steps=1, batch_size=4,
+                    eval_iters=100, compile=True)  # of 37 windows the last batch has one
         for step in range(2):
-            _, _, batch = train.train_step(wrapped, optimizer, scaler, batches, batch, step, cfg,
-                                           world)
-            train.evaluate(wrapped, batches, cfg, world, stop)
+            steps(run, step)
+            train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
     return symbols, given
 
 
@@ -146,14 +110,3 @@ def test_compile_evaluation_adds_its_own_graphs_and_changes_none(tmp):
         symbols, given = values(results, strategy)[0]
         assert symbols == 2 * graphs * [False]  # with gradients and without
         assert given == graphs * [1]
-
-
-def test_compile_what_cannot_be_compiled_is_refused_in_one_line(tmp):
-    reasons = set()
-    for keys in REFUSED.values():
-        with no_compiler(), pytest.raises(SystemExit) as e:
-            resolve(tiny(tmp, **keys, compile=True), ranks.World(), True)
-        assert "\n" not in str(e.value) and "--compile=False" in str(e.value)
-        reasons.add(str(e.value).split("=")[0])
-    assert reasons == {"activation_offload", "wrap_min_params"}
-    assert all(keys["activation_offload"] or keys["wrap_min_params"] for keys in REFUSED.values())

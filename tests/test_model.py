@@ -13,9 +13,7 @@ from harness import plain_gpt
 from torch.nn import functional as F
 
 import sample
-from metrics import flops_per_token
-from model import GPT, GPTConfig, attend
-from ranks import World
+from model import attend
 
 
 def small_gpt(**sizes):
@@ -64,16 +62,6 @@ def test_model_cpu_bf16_attention_equals_sdpa():
     assert all((x - y).abs().max() < 0.1 for x, y in zip(a, b))
 
 
-def test_model_loss_is_fp32_under_bf16():
-    gpt = small_gpt()
-    idx = torch.randint(67, (2, 12))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, loss = gpt(idx, idx)
-    assert logits.dtype == torch.bfloat16
-    assert loss.dtype == torch.float32
-    assert loss == F.cross_entropy(logits.float().view(-1, 67), idx.view(-1))
-
-
 def test_model_initialization_covers_all_and_follows_the_table():
     gpt = small_gpt(n_embd=128, n_head=4, vocab_size=512, block_size=64)
     for name, p in gpt.named_parameters():
@@ -85,20 +73,8 @@ def test_model_initialization_covers_all_and_follows_the_table():
             std = 0.02 / math.sqrt(4) if "c_proj" in name else 0.02
             assert abs(p.std().item() / std - 1) < 0.05
             assert abs(p.mean().item()) < std / 10
-    first, second = (block.attn.c_attn.weight for block in gpt.blocks)
-    assert not torch.equal(first, second)
     with pytest.raises(ValueError, match="no initial value"):
         gpt.initial_value("transformer.rotary.weight", (2, 2), 0)
-
-
-def test_model_on_meta_allocates_nothing():
-    with torch.device("meta"):
-        gpt = GPT(GPTConfig())
-    assert all(p.is_meta for p in gpt.parameters())
-    assert not list(gpt.buffers())
-    multiplied = sum(p.numel() for p in gpt.parameters()) - 1024 * 768  # wpe is looked up
-    norms = 25 * 768  # whose weights are in no product
-    assert flops_per_token(gpt, World()) == 6 * (multiplied - norms) + 12 * 12 * 768 * 1024
 
 
 def test_model_generate_draws_from_the_top_k_of_the_real_vocabulary():
@@ -111,15 +87,13 @@ def test_model_generate_draws_from_the_top_k_of_the_real_vocabulary():
         return sample.generate(gpt, prompt, 1, temperature, 3, **options)[:, 1]
 
     allowed = gpt(prompt[:1])[0][0, 0, :50].topk(3).indices
-    for temperature in (0.8, 1.0, 2.0):
+    for temperature in (0.8, 2.0):
         out = drawn(temperature)
-        assert set(out.tolist()) <= set(allowed.tolist())
-        assert len(set(out.tolist())) > 1
+        assert set(out.tolist()) == set(allowed.tolist())
         assert torch.equal(out, drawn(temperature))
+    assert drawn(0).unique().tolist() == [allowed[0]]
 
 
-def test_model_bad_shape_is_a_value_error():
-    with pytest.raises(ValueError, match="n_embd=10 must be a multiple of n_head=3"):
-        GPTConfig(n_embd=10, n_head=3)
-    with pytest.raises(ValueError, match="block_size"):
+def test_model_more_tokens_than_the_context_are_a_value_error():
+    with pytest.raises(ValueError, match="13 tokens .*block_size=12"):
         small_gpt()(torch.zeros(1, 13, dtype=torch.long))

@@ -1,25 +1,45 @@
 """
-ranks.py: waits for one rank's disk or network outlast the timeout of training's collectives.
+ranks.py: what ranks agree on, how they wait, stop and leave. Restarts are in test_faults.py.
 
     python -m pytest -q tests/test_ranks.py
-
-Signals, restarts and leaving are in test_faults.py.
 """
 
 import os
 import signal
-import socket
+import sys
 import time
-import traceback
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
+from harness import Ranks, on_ranks, refused, values
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ranks
+
+
+def case_from_rank0():
+    """What an action of rank 0 returns, how often it ran here, and what its SystemExit says."""
+    world, calls = ranks.setup("cpu", "auto"), []
+    value = ranks.from_rank0(world, lambda: calls.append(1) or {"n": 3})
+    return value, len(calls), refused(ranks.from_rank0, world, lambda: sys.exit("no disk"))
+
+
+def case_signal_to_one_rank():
+    world = ranks.setup("cpu", "auto")
+    stop, requested = ranks.StopSignal(world), []
+    for step in range(2):
+        if step == 1 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        requested.append(stop.requested())
+    return requested
+
+
+def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal():
+    results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {})})
+    assert values(results, "rank0") == [[{"n": 3}, 1, "no disk"], [{"n": 3}, 0, "no disk"]]
+    assert values(results, "stop") == [[False, True], [False, True]]
 
 
 def slow_rank0(seconds, patiently):
@@ -28,63 +48,57 @@ def slow_rank0(seconds, patiently):
     _set_pg_timeout(timedelta(seconds=2))  # the ordinary group's, now that all are connected
     if patiently:
         ranks.from_rank0(world, lambda: time.sleep(seconds))
-    elif world.rank == 0:
+    if world.rank == 0:
         time.sleep(seconds)
-    dist.all_reduce(torch.ones(1))
+    ranks.all_reduce_mean_(torch.ones(1), world, patient=patiently)
     print(f"rank {world.rank} is still here")
 
 
 def test_ranks_wait_for_rank_0_longer_than_for_each_other():
-    patient, others = Ranks(2, slow_rank0, 4, True), Ranks(2, slow_rank0, 4, False)
+    patient, others = (Ranks(2, slow_rank0, 3, patiently) for patiently in (True, False))
     p = patient.finish()
     assert p.returncode == 0 and p.stdout.count("still here") == 2, p.stderr
-    p = others.finish()  # a rank that is gone is noticed as before
+    p = others.finish()  # in training a rank that is gone is noticed
     assert p.returncode == 1 and "Timed out" in p.stderr
 
 
-def orphaned_early():
-    """torchrun was killed while this rank imported: nothing listens where its store was."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    ranks.setup("cpu", "gloo")
+def opens_group():
+    def look(*args, store, **kwargs):
+        assert not store.check(["address"]), "it would call a dead rank"
+        store.set("address", os.environ["RANK"])
+
+    dist.init_process_group = look  # gloo leaves such keys, and waits for them
+    ranks.open_group(0, 1, torch.device("cpu"), "auto")
 
 
-def test_ranks_whose_torchrun_is_gone_say_so_in_one_line():
-    p = Ranks(1, orphaned_early, alone=False).finish(30)
-    line = "torchrun at 127.0.0.1 does not answer; start it again\n"
-    assert (p.returncode, p.stderr) == (1, line)
+def test_ranks_that_restart_do_not_call_a_dead_peer():
+    first = Ranks(1, opens_group, alone=False)
+    assert first.finish().returncode == 0
+    p = Ranks(1, opens_group, alone=False, restarts=first).finish()
+    assert p.returncode == 0, p.stderr
 
 
-def loses_its_peer(ended, error):
-    ranks.StopSignal(ranks.setup("cpu", "gloo"))
-    format_exc = traceback.format_exc
-
-    def late():
-        if ended:
-            os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, after the error and before the wait
-        return format_exc()
-
-    traceback.format_exc = late
-    time.sleep = lambda seconds: None
-    raise RuntimeError(error)
+def raises(error):
+    if "RANK" in os.environ:
+        ranks.setup("cpu", "auto")
+    raise error
 
 
-@pytest.mark.parametrize("ended, error, said", [
-    (True, "Connection closed by peer", ""),
-    (False, "connectFullMesh failed: Connection refused\nand more",
-     "another rank ended, or the network failed: connectFullMesh failed: Connection refused\n")])
-def test_ranks_that_lose_a_peer_say_one_line_unless_torchrun_ends_them(ended, error, said):
-    """On another node torchrun may know of no failure yet."""
-    p = Ranks(1, loses_its_peer, ended, error, alone=False).finish()
-    assert (p.returncode, p.stderr) == (1, said)
+LARGE = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 GB\nand more")
 
 
-def interrupted():
-    raise KeyboardInterrupt
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("error, code, line", [
+    (SystemExit("a line"), 1, "a line"), (SystemExit(3), 3, ""), (SystemExit(), 0, ""),
+    (LARGE, 1, "can't allocate memory: 1 GB; lower batch_size"), (MemoryError(), 1, "batch_size")])
+def test_ranks_leave_with_one_line(world, error, code, line):
+    p = Ranks(world, raises, error).finish()
+    assert p.returncode == code and line in p.stderr, p.stderr
+    assert p.stderr.count("\n") == bool(line), p.stderr
 
 
-def test_ranks_ctrl_c_without_a_handler_is_exit_code_130():
-    """sample.py, plan.py and the others; their clean-up runs."""
-    p = Ranks(1, interrupted).finish()
-    assert (p.returncode, p.stderr) == (130, "")
+def test_ranks_leave_with_a_traceback_after_a_bug_and_silently_after_ctrl_c():
+    p = Ranks(1, raises, ValueError("a bug")).finish()
+    assert p.returncode == 1 and "in raises\n" in p.stderr and "ValueError: a bug\n" in p.stderr
+    p = Ranks(1, signal.raise_signal, signal.SIGINT).finish()  # where nobody handles it
+    assert (p.returncode, p.stderr) == (signal.SIGINT, "")

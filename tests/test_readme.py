@@ -1,6 +1,6 @@
 """
-What is printed in README.md and docs/ works, and the house is in order: configs, scripts, links,
-commands; the shape of lines, and which file may import which.
+What is printed in README.md and docs/ works: links, commands, configs. And the house stands as
+it is drawn there: which file may import which, and that extras/ can go.
 
     python -m pytest -q tests/test_readme.py
     python -m pytest -q tests/test_readme.py -k house
@@ -26,7 +26,7 @@ from torch.distributed.tensor import distribute_tensor
 from configurator import load_config
 from model import GPT, GPTConfig
 
-CONFIGS = sorted(name for name in os.listdir(os.path.join(HERE, "config")) if name.endswith(".py"))
+CONFIGS = sorted(glob("*.py", root_dir=os.path.join(HERE, "config")))
 PAGES = [os.path.join(HERE, "README.md"), *sorted(glob(os.path.join(HERE, "docs", "*.md")))]
 
 
@@ -37,19 +37,6 @@ def read(path):
 
 # -----------------------------------------------------------------------------
 # README.md and docs/
-
-
-@of_ours
-def test_readme_has_at_most_200_lines():
-    assert len(read("README.md").splitlines()) <= 200
-
-
-@of_ours
-def test_readme_tells_how_long_the_core_is():
-    files = ("model.py", "train.py", "fsdp.py", "ranks.py")
-    assert sum(len(read(file).splitlines()) for file in files) <= 960
-    said = ", ".join(f"`{file}`" for file in files)
-    assert f"Read {said}, in that order: the core, in 960 lines" in read("README.md")
 
 
 def anchors(page):
@@ -67,8 +54,7 @@ def test_readme_links_point_to_what_exists(page):
             continue
         target = os.path.join(os.path.dirname(page), path) if path else page
         assert os.path.exists(target), link
-        if anchor:
-            assert anchor in anchors(target), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def test_readme_ruff_passes():
@@ -78,10 +64,8 @@ def test_readme_ruff_passes():
 
 
 def sh_commands(page):
-    """
-    The lines of its ```sh blocks, joined over backslashes. What needs a cluster, GPUs or a network
-    stands in ```text blocks.
-    """
+    """The lines of its ```sh blocks, joined over backslashes. What needs a cluster, GPUs or a
+    network stands in ```text blocks."""
     blocks = re.findall(r"^```sh\n(.*?)^```", read(page), re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
@@ -95,14 +79,14 @@ SHORT = flags(max_iters=2, eval_interval=2, eval_iters=1, n_layer=2, n_head=2, n
 
 def shortened(command):
     """The same command in seconds, by appended flags."""
-    more, trains = [], re.search(r"(train|bench)\.py", command)
+    more, trains = [], re.search(r"train\.py|extras\.bench", command)
     if trains and "--help" not in command:
         more += SHORT
         if "dataset" not in command:
             more += ["--dataset=data/python_stdlib"]  # of the copy
     if "sample.py" in command:
         more += ["--max_new_tokens=5", "--num_samples=1"]
-    if "plan.py" in command:
+    if "extras.plan" in command:
         more += ["--n_layer=2"]
     return " ".join([command, *more])
 
@@ -111,10 +95,11 @@ def in_ranks(command, here=HERE):
     """The command in forked ranks, which spares each process seconds of imports; None if it is
     none of ours."""
     launcher = r"(?:torchrun --standalone --nproc_per_node=(\d+)|python)"
-    ours = re.match(launcher + r" (\w+)\.py (.*)", command)
+    ours = re.match(launcher + r" (?:-m (extras\.\w+)|(\w+)\.py) (.*)", command)
     if ours:
-        n, module, argv = ours.groups()
-        return Ranks(int(n or 1), main_in, here, module, shlex.split(argv), alone=not n).finish(180)
+        n, extra, file, argv = ours.groups()
+        p = Ranks(int(n or 1), main_in, here, extra or file, shlex.split(argv), alone=not n)
+        return p.finish(180)
 
 
 def main_in(here, module, argv):
@@ -128,69 +113,41 @@ def copied(path):
     return shutil.copytree(HERE, path, ignore=shutil.ignore_patterns(*left_out))
 
 
+def run_in(copy, command, as_printed):
+    path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
+    p = None if as_printed else in_ranks(command, copy)
+    env = {"PYTHONPATH": str(copy), "PATH": path}
+    p = p or shell("bash", "-c", command, cwd=copy, timeout=180, env=env)
+    assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
+
+
 def test_readme_commands_run(tmp_path):
     """In a copy of the project, in order: README.md, then the pages of docs/."""
     copy = copied(tmp_path / "copy")
-    path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
-    first, second, *_ = sh_commands("README.md")
+    first, *_ = sh_commands("README.md")
     assert "python3 -m venv" in first and "quickstart" in first
-    assert "pytest" in second
     for i, line in enumerate(line for page in PAGES for line in sh_commands(page)):
         for command in map(str.strip, line.split("&&")):
-            if re.match(INSTALLED, command) or "--init_from=gpt2" in command:
-                continue
-            command, as_printed = shortened(command), i in (0, 3)  # its first ones, and a torchrun
-            p = None if as_printed else in_ranks(command, copy)
-            p = p or shell("bash", "-c", command, cwd=copy, timeout=180,
-                           env={"PYTHONPATH": str(copy), "PATH": path})
-            assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
+            if not re.match(INSTALLED, command):
+                # its first command, and a torchrun, as a user would
+                run_in(copy, shortened(command), as_printed=i in (0, 2))
 
 
-def test_readme_names_all_that_know_strategies_by_name():
-    recipe = re.search(r"- \*\*Another strategy\*\*.*?\n- ", read("README.md"), re.S)[0]
-    found = set()
-    for path in PRODUCT.values():
-        for function in nodes(path, ast.FunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Compare) and ".strategy " in ast.unparse(node) + " ":
-                    found |= {function.name} if "'" in ast.unparse(node) else set()
-    assert len(found) >= 8
-    for name in found:
-        assert f"`{name}`" in recipe, name
-
-
-def test_readme_a_fork_may_delete_what_it_says(tmp_path):
-    """In a copy: every test is still found, and one line says what is missing."""
-    text = re.search(r"A fork can delete (.*?)\.\n", read("README.md"), re.S)[1]
-    names = re.findall(r"`(\w+\.py)`", text)
-    assert len(names) == 6
-    copy = copied(tmp_path / "copy")
-    for name in names:
-        os.remove(copy / name)
-
-    def run(*args):
-        return python(*args, cwd=copy, env={"PYTHONPATH": str(copy)})
-
-    # its own README, files and keys are its own affair
-    (copy / "README.md").write_text("# A fork\n" + 300 * "\n" + "A fork can delete `x.py`.\n")
-    (copy / "mine.py").write_text("import train  # noqa\n")
-    config = (copy / "configurator.py").read_text()
-    config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
-    (copy / "configurator.py").write_text(config)
-    p = run("-m", "pytest", "-q", "-rs", "-k", "(contract or recomputed or 200_lines or how_long "
-            "or every_file_has or config_every_key_is_read) and not test_contract.py")
-    assert p.returncode == 0 and "\n4 passed, " in p.stdout, p.stdout
-    assert p.stdout.count("nanoFSDP2 itself to its size and files") == 4, p.stdout
-    said = {"--init_from=gpt2": "init_from=gpt2 needs huggingface.py, which is not here\n",
-            "--model=llama": "model='llama': gpt2 is model.py, any other NAME is NAME.py beside "
-                             "it, with a Model and a dataclass ModelConfig\n"}
-    for flag in said:
-        p = run("train.py", flag, f"--out_dir={tmp_path / 'out'}")
-        assert (p.returncode, p.stderr) == (1, said[flag])
+def test_readme_gpu_commands_run_small_on_a_cpu(tmp):
+    """Every bench of docs/gpu.md, but nanoGPT's own and float8's; test_plan.py runs plan.py."""
+    text = read("docs/gpu.md").replace("\\\n", " ")
+    commands = re.findall(r"^(?:torchrun|python) .*-m extras\.bench .*", text, re.M)
+    commands = [command for command in commands if "float8" not in command]
+    assert commands
+    sizes = [*SHORT[3:], "--gradient_accumulation_steps=1", f"--dataset={tmp}/toy"]
+    for command in commands:
+        command = command.replace("extras.bench", "extras.bench --steps=1")
+        p = in_ranks(" ".join([command, *sizes]))
+        assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
 
 
 def case_readme():
-    """README's dozen lines on this rank, and plain PyTorch with both ranks' rows as one batch."""
+    """README's snippet on this rank, and plain PyTorch with both ranks' rows as one batch."""
     block = re.search(r"^```python\n(.*?)^```", read("README.md"), re.M | re.S)[1]
     tokens = torch.randint(50304, (3, 2, 17), generator=torch.Generator().manual_seed(0))
     rank = dist.get_rank()
@@ -221,22 +178,6 @@ def test_readme_shows_fsdp2_itself():
     assert r[0]["off"] < 1e-5 and r[0]["rows"] == 0  # half of the rows each
 
 
-def test_readme_gpu_commands_run_small_on_a_cpu(tmp):
-    """Every bench of docs/gpu.md, but nanoGPT's own and float8's; test_plan.py runs plan.py."""
-    text = read("docs/gpu.md").replace("\\\n", " ")
-    commands = re.findall(r"^(?:torchrun|python) .*(?:bench|plan)\.py .*", text, re.M)
-    assert len(commands) == 7
-    tiny_sizes = " ".join([*SHORT[3:], "--gradient_accumulation_steps=1",
-                           f"--dataset={os.path.join(tmp, 'toy')}"])
-    for command in commands:
-        if "float8" in command or "plan.py" in command:
-            continue
-        if "bench" in command:
-            command = command.replace("bench.py", "bench.py --steps=1")
-        p = in_ranks(f"{command} {tiny_sizes}")
-        assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
-
-
 # -----------------------------------------------------------------------------
 # config/; test_data.py asks every data/*/prepare.py for its help
 
@@ -245,116 +186,113 @@ def test_readme_gpu_commands_run_small_on_a_cpu(tmp):
 def test_readme_every_config_runs_two_steps(tmp, name):
     path = os.path.join(HERE, "config", name)
     cfg = load_config([path])
-    assert cfg.n_embd % cfg.n_head == 0
-    small = dict(model=cfg.model)
+    small = dict(
+        model=cfg.model, gradient_accumulation_steps=2, wandb_log=False, init_from="scratch",
+        dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, "config-" + name))
     if cfg.model == "llama":
         small.update(n_kv_head=1, n_inner=32)
-    small.update(
-        n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, max_iters=2, eval_interval=2,
-        gradient_accumulation_steps=2, eval_iters=1, compile=False, device="cpu", dtype="float32",
-        dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, "config-" + name),
-        wandb_log=False, init_from="scratch")
     if cfg.strategy == "hybrid_shard":
         small["shard_group_size"] = 2
     world = 1 if cfg.strategy in ("", "single") else 2
-    launch(world, [path, *flags(**small)])
+    launch(world, [path, *SHORT, *flags(**small)])
 
 
 # -----------------------------------------------------------------------------
-# the house
+# the house: a room is a file, or the folder data/
 
 
-def python_files():
-    """Paths of all .py files of the repository, relative to it."""
-    paths = []
-    for folder, folders, files in os.walk(HERE):
-        folders[:] = [f for f in folders if not f.startswith((".", "out", "__pycache__"))]
-        for file in files:
-            if file.endswith(".py"):
-                paths.append(os.path.relpath(os.path.join(folder, file), HERE))
-    return sorted(paths)
+# {name of a module: path} of the product; tests and data/*/prepare.py are none
+PATHS = [path for pattern in ("*.py", "data/*.py", "extras/*.py")
+         for path in glob(pattern, root_dir=HERE) if path not in ("test_fsdp.py", "conftest.py")]
+ROOMS = {path.removesuffix(".py").replace(os.sep, "."): path for path in PATHS}
 
 
-def nodes(path, kind):
-    return [node for node in ast.walk(ast.parse(read(path))) if isinstance(node, kind)]
+def room_of(module):
+    return "data" if module.startswith("data.") else module
 
 
-@pytest.mark.parametrize("path", python_files())
-def test_house_lines_are_short_and_say_one_thing(path):
-    for i, line in enumerate(read(path).splitlines(), 1):
-        assert len(line) <= 100, f"{path}:{i}: {len(line)} columns"
-    for node in nodes(path, ast.Expr):
-        one = not isinstance(node.value, ast.Tuple)
-        assert one, f"{path}:{node.lineno}: a statement that is a tuple; one statement a line"
-    for node in nodes(path, ast.IfExp):
-        inner = [n for n in ast.walk(node) if isinstance(n, ast.IfExp) and n is not node]
-        assert not inner, f"{path}:{node.lineno}: nested conditional expressions; use if and elif"
-
-
-def module_of(path):
-    return path.removesuffix(".py").replace(os.sep, ".")
-
-
-PRODUCT = {module_of(path): path for path in python_files()
-           if path.startswith("data") or os.sep not in path}
-PRODUCT = {name: path for name, path in PRODUCT.items() if name not in ("test_fsdp", "conftest")}
-
-
-def imported(statements):
-    """The project's own modules that these import statements name."""
+def imports_of(path):
+    """The rooms that a file's import statements name, those inside functions too."""
     names = set()
-    for node in statements:
+    for node in ast.walk(ast.parse(read(path))):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names & PRODUCT.keys()
+    return {room_of(name) for name in names & ROOMS.keys()}
 
 
-IMPORTS = {name: imported(nodes(path, (ast.Import, ast.ImportFrom)))
-           for name, path in PRODUCT.items()}
-LAYERS = [
-    {"model", "llama", "configurator", "ranks"} | {name for name in PRODUCT if "." in name},
-    {"float8"},
-    {"fsdp"},
-    {"checkpoint", "optimizer"},
-    {"metrics"},
-    {"huggingface"},
-    {"train"},
-    {"rehearse", "bench", "sample"},
-    {"plan"},
-]
+def house():
+    """{room: rooms that it imports}."""
+    found = {}
+    for module, path in ROOMS.items():
+        room = room_of(module)
+        found.setdefault(room, set()).update(imports_of(path) - {room})
+    return found
 
 
-def test_house_imports_have_no_circle():
-    """Imports inside functions count too."""
-    graphlib.TopologicalSorter(IMPORTS).prepare()  # CycleError names the circle
+GROUND = {"model", "fsdp", "optimizer", "ranks", "configurator", "data"}
 
 
-@of_ours
-def test_house_every_file_has_its_layer_and_imports_only_downwards():
-    assert PRODUCT.keys() <= set().union(*LAYERS)  # a new file: say here where it belongs
-    below = set()
-    for layer in LAYERS:
-        below |= layer
-        for name in layer & PRODUCT.keys():
-            assert IMPORTS[name] <= below, f"{name} imports {IMPORTS[name] - below}"
+def test_house_the_ground_floor_knows_only_torch():
+    for room, imported in house().items():
+        if room in GROUND or room in ("extras.muon", "extras.float8"):
+            assert imported == set(), room
+        if room in ("extras.llama", "extras.moe"):
+            assert imported == {"model"}, room
+        if not room.startswith("extras."):  # what a fork may delete is imported by its key only
+            assert not [name for name in imported if name.startswith("extras.")], room
 
 
 @of_ours
-def test_house_models_and_foundations_import_almost_nothing_of_the_project():
-    assert IMPORTS["model"] == set()
-    assert IMPORTS["ranks"] == set()
-    assert IMPORTS.get("llama", set()) <= {"model"}
-    assert imported(ast.parse(read("configurator.py")).body) == set()  # models: when one is named
-    data = {name for name in PRODUCT if name.startswith("data.")}
-    for name in data:
-        assert IMPORTS[name] <= data, name
-    assert IMPORTS["fsdp"] <= {"configurator", "float8", "model", "ranks"} | data
-    assert "plan" not in IMPORTS["train"]
+def test_house_has_few_floors_and_no_circle():
+    found = house()
+    order = list(graphlib.TopologicalSorter(found).static_order())  # CycleError names a circle
+    floor = {}
+    for room in order:
+        floor[room] = 1 + max((floor[below] for below in found[room]), default=0)
+    assert max(floor.values()) <= 6
+    assert sum(map(len, found.values())) <= 40
 
 
-def test_house_nothing_imports_llama():
-    """It proves that one file is a model: no other file imports it."""
-    assert not [name for name in PRODUCT if "llama" in IMPORTS[name]]
+def test_house_readme_names_all_that_know_strategies_by_name():
+    recipe = re.search(r"- \*\*Another strategy\*\*.*?\n- ", read("README.md"), re.S)[0]
+    found = set()
+    for path in ROOMS.values():
+        for function in ast.walk(ast.parse(read(path))):
+            if isinstance(function, ast.FunctionDef):
+                compared = [n for n in ast.walk(function) if isinstance(n, ast.Compare)]
+                texts = map(ast.unparse, compared)
+                if any(re.search(r"\.strategy\b.*'", text) for text in texts):
+                    found.add(function.name)
+    assert "train_step" in found  # what the search would find, if it works
+    assert [name for name in found if f"`{name}`" not in recipe] == []
+
+
+def test_house_stands_without_extras(tmp, tmp_path):
+    """In a copy, after `rm -r extras`: README's first command and tests of test_fsdp.py pass, all
+    tests are found or skipped, and a key that needs a file of extras/ says so in one line."""
+    copy = copied(tmp_path / "copy")
+    shutil.rmtree(copy / "extras")
+
+    def run(*args):
+        return python(*args, cwd=copy, env={"PYTHONPATH": str(copy)})
+
+    # its own README, files and keys are its own affair
+    (copy / "README.md").write_text("# A fork\n")
+    (copy / "mine.py").write_text("import train  # noqa\n")
+    config = (copy / "configurator.py").read_text()
+    config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
+    (copy / "configurator.py").write_text(config)
+    chosen = "recomputed or test_parity_single or few_floors or every_key_is_read"
+    p = run("-m", "pytest", "-q", "-rs", "-k", chosen)
+    assert p.returncode == 0 and "\n3 passed, " in p.stdout, p.stdout
+    assert p.stdout.count("it holds nanoFSDP2 itself") == 2, p.stdout
+    for flag, file in {"--init_from=gpt2": "huggingface", "--optimizer=muon": "muon",
+                       "--dtype=float8": "float8", "--model=llama": "extras/"}.items():
+        p = run("train.py", *SHORT, flag, f"--dataset={tmp}/toy", f"--out_dir={tmp_path}/out")
+        assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+        assert flag[2:].replace("llama", "'llama'") in p.stderr and file in p.stderr, p.stderr
+    for command in sh_commands("README.md")[0].split("&&")[-3:]:
+        run_in(copy, shortened(command.strip()), as_printed=True)

@@ -1,81 +1,62 @@
 """
-The training loop: that every option does what its help says, and that the log says what happened.
+Training: that every option does what its help says, that the loop stops, evaluates and saves in
+this order, what a start takes from a checkpoint, and that the log says what happened.
 
     python -m pytest -q tests/test_train.py
 
-A loss alone would not notice most of this, so these tests look at the mechanism: which collectives
-carry what type, what was gathered ahead, what the scaler did, what a clock says.
+A loss alone would not notice most of this, so these tests look at the mechanism: what the scaler
+did, what was called in which order, what a clock says.
 """
 
-import glob
-import itertools
-import math
 import os
+import re
 import signal
 import threading
-from collections import defaultdict
-from concurrent.futures import Future
+from dataclasses import asdict, fields
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from harness import (
-    Ranks,
+    TINY,
     arguments,
-    assert_same_weights,
-    launch,
+    built,
     losses,
     on_ranks,
     plain_gpt,
     read_ckpt,
     read_metrics,
+    refused,
     run_training,
+    steps,
     tiny,
     trained,
     values,
 )
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 import checkpoint
-import fsdp
+import configurator
 import metrics
 import model
-import sample
 import train
-from configurator import resolve
+from configurator import config_class, load_config
 from data.loader import TokenFiles
-from ranks import StopSignal, World, setup
+from ranks import StopSignal, World
 
-CASES = defaultdict(dict)  # {world: {name: (function, kwargs)}}
-
-
-def case(world, name, **kwargs):
-    """Run the decorated function on `world` ranks under this name; one launch a world size."""
-    def register(function):
-        CASES[world][name] = function, kwargs
-        return function
-    return register
+SHORT = dict(gradient_accumulation_steps=8, max_iters=3, eval_interval=3)
+DROPOUT = dict(dropout=0.2, seed=7)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp):
-    """ranks(world, name) -> what the case returned on each rank."""
-    results = {}
-
-    def get(world, name):
-        if world not in results:
-            cases = {n: (f, {"tmp": tmp, **kw}) for n, (f, kw) in CASES[world].items()}
-            results[world] = on_ranks(world, cases)
-        return values(results[world], name)
-    return get
-
-
-NO_STOP = SimpleNamespace(requested=lambda: False)
+def at_two(tmp):
+    """The results of all that runs on two ranks."""
+    cases = {name: (case_losses, dict(tmp=tmp, name=f"two-{name}", strategy=name, **DROPOUT))
+             for name in ("ddp", "full_shard")}
+    cases["autocast"] = case_autocast, dict(tmp=tmp)
+    return on_ranks(2, cases)
 
 
 def logged(out, key):
@@ -86,254 +67,237 @@ def logged(out, key):
 # float16: the loss is scaled, gradients are unscaled before clipping, the scaler is saved
 
 
-def test_train_float16_scales_and_unscales(tmp):
+def test_train_float16_scales_and_unscales(tmp, monkeypatch):
     """A lost scale, or one that was not taken out again, is a factor of 65536 in the norm."""
     fp16, fp32 = os.path.join(tmp, "fp16"), os.path.join(tmp, "fp16-fp32")
-    launch(1, arguments(tmp, fp16, max_iters=3, dtype="float16"))
-    launch(1, arguments(tmp, fp32, max_iters=3))
+    scales = []
+    forward = model.GPT.forward
+
+    def watched(self, idx, targets=None, cache=None):
+        logits, loss = forward(self, idx, targets, cache)
+        if loss.requires_grad:  # gradients of 1e-9 would be 0 in float16
+            loss.register_hook(lambda grad: scales.append(grad.item()))
+        return logits, loss
+
+    run_training(tmp, "fp16-fp32", max_iters=3)
+    monkeypatch.setattr(model.GPT, "forward", watched)
+    run_training(tmp, "fp16", max_iters=3, dtype="float16")
+    assert scales == 3 * 12 * [pytest.approx(65536 / 12)]  # 12 micro-batches
     assert logged(fp16, "loss_scale") == [65536.0] * 3
     assert logged(fp32, "loss_scale") == [None] * 3
     # the rows differ: gradients were computed in float16
     assert logged(fp16, "grad_norm") != logged(fp32, "grad_norm")
     assert logged(fp16, "grad_norm") == pytest.approx(logged(fp32, "grad_norm"), rel=0.02)
     assert losses(fp16) == pytest.approx(losses(fp32), rel=1e-3)
-    assert read_ckpt(fp16)["scaler"]["_growth_tracker"] == 3
     assert read_ckpt(fp32)["scaler"] is None
-    for init_from, steps in (("resume", 4), ("auto", 5)):
-        launch(1, arguments(tmp, fp16, max_iters=steps, dtype="float16", init_from=init_from))
-        assert read_ckpt(fp16)["scaler"]["_growth_tracker"] == steps  # the old one went on
+    for init_from, n in (("resume", 4), ("auto", 5)):
+        run_training(tmp, "fp16", max_iters=n, dtype="float16", init_from=init_from)
+        assert read_ckpt(fp16)["scaler"]["_growth_tracker"] == n  # the old one went on
 
 
-def test_train_float16_says_what_overflowed_and_nothing_else(tmp, monkeypatch, capsys):
+def test_train_float16_says_which_steps_overflowed(tmp, monkeypatch, capsys):
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**26)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    scales = [row["loss_scale"] for row in run_training(tmp, "fp16-overflow", dtype="float16",
-                                                        max_iters=9, eval_interval=9)]
-    said = [line for line in capsys.readouterr().out.splitlines() if "overflowed" in line]
-    text = "iter {}: gradients overflowed in float16, step skipped, loss scale {:g} -> {:g}"
-    pairs = enumerate(zip(scales, scales[1:]))
-    expected = [text.format(i, a, b) for i, (a, b) in pairs if a > b]
-    assert 0 < len(expected) < 8 and said[:len(expected)] == expected  # the last step's may follow
-
-
-def test_train_float16_keeps_gradients_that_underflow(tmp, monkeypatch):
-    """Gradients of 1e-9 are 0 in float16 unless the loss was scaled before backward."""
-    scales = []
-    forward = model.GPT.forward
-
-    def tiny_loss(self, idx, targets=None, cache=None):
-        logits, loss = forward(self, idx, targets, cache)
-        if self.training and loss is not None and not loss.is_meta:
-            loss.register_hook(lambda grad: scales.append(grad.item()))
-        return logits, loss
-
-    monkeypatch.setattr(model.GPT, "forward", tiny_loss)
-    run_training(tmp, "fp16-scale", dtype="float16", max_iters=1)
-    assert scales == [pytest.approx(65536.0 / 12)] * 12  # 12 micro-batches
+    rows = run_training(tmp, "fp16-overflow", dtype="float16", max_iters=9, eval_interval=9)
+    scales = [row["loss_scale"] for row in rows]
+    skipped = [(f"iter {i}:", f"{a:g} -> {b:g}")
+               for i, (a, b) in enumerate(zip(scales, scales[1:])) if a > b]
+    said = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
+    assert 0 < len(skipped) < 8 and len(said) - len(skipped) in (0, 1)  # the last step's
+    for line, (step, change) in zip(said, skipped):
+        assert line.startswith(step) and change in line
 
 
 # -----------------------------------------------------------------------------
 # options
 
 
-class Heard:
-    """Collectives of torch.distributed as they are called: (name, dtype, bytes)."""
-    NAMES = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
-
-    def __init__(self):
-        self.calls, self.patches = [], []
-
-    def __enter__(self):
-        for name in filter(lambda name: hasattr(dist, name), self.NAMES):
-            self.patches.append(patch.object(dist, name, self.listen(name, getattr(dist, name))))
-            self.patches[-1].start()
-        return self
-
-    def __exit__(self, *exception):
-        for p in self.patches:
-            p.stop()
-
-    def listen(self, name, original):
-        def call(*args, **kwargs):
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-            big = max(tensors, key=lambda t: t.numel())
-            self.calls.append((name, str(big.dtype), big.numel() * big.element_size()))
-            return original(*args, **kwargs)
-        return call
-
-
-def built(tmp, **overrides):
-    cfg = tiny(tmp, **overrides)
-    world = setup("cpu", "auto")
-    cfg = resolve(cfg, world)
-    return world, cfg, *train.build(cfg, world)
-
-
-@case(2, "auto-ddp", strategy="ddp")
-@case(2, "auto-full", strategy="full_shard")
-def case_grad_sync_auto(tmp, strategy):
-    """What `auto` means is when gradients are really reduced, in a step of 3 micro-batches."""
-    world, cfg, wrapped, _, optimizer = built(tmp, strategy=strategy,
-                                              gradient_accumulation_steps=6)
-    batches = train.Batches(cfg, world)
-    reduced = []
-    if strategy == "ddp":
-        def hook(group, bucket):
-            reduced.append(bucket.buffer().numel())
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-        wrapped.register_comm_hook(None, hook)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with Heard() as heard:
-        train.train_step(wrapped, optimizer, scaler, batches, batches.train(0, 0), 0, cfg, world)
-    scatters = [call for call in heard.calls if call[0].startswith("reduce_scatter")]
-    whole = sum(p.numel() for p in wrapped.parameters())
-    return dict(share=sum(reduced) / whole, scatters=len(scatters))
-
-
-def test_option_grad_sync_auto_is_last_for_ddp_and_every_for_fsdp(ranks):
-    assert ranks(2, "auto-ddp")[0]["share"] == 1  # all gradients once, not three times
-    assert ranks(2, "auto-full")[0]["scatters"] == 3 * 4  # each micro-batch: three blocks, the root
-
-
-@case(2, "prefetch", n=2)
-@case(2, "prefetch-none", n=0)
-def case_prefetch(tmp, n):
-    _, _, _, gpt, _ = built(tmp, strategy="full_shard", prefetch_blocks=n, n_layer=4)
-    number = {block: i for i, block in enumerate(gpt.blocks)}
-    lists = {}
-    for kind in ("forward", "backward"):
-        with patch.object(FSDPModule, f"set_modules_to_{kind}_prefetch", autospec=True) as told:
-            fsdp.prefetch(gpt, fsdp.find_units(gpt), n)
-        lists[kind] = {number[call.args[0]]: [number[m] for m in call.args[1]]
-                       for call in told.call_args_list}
-    with patch.object(fsdp, "prefetch") as asked:
-        built(tmp, strategy="full_shard", prefetch_blocks=n)
-    return dict(lists=lists, asked=asked.call_count)
-
-
-def test_option_prefetch_names_the_next_blocks_in_each_direction(ranks):
-    r = ranks(2, "prefetch")[0]
-    assert r["asked"] == 1 and ranks(2, "prefetch-none")[0]["asked"] == 0
-    forward = {"0": [1, 2], "1": [2, 3], "2": [3], "3": []}
-    backward = {"0": [], "1": [0], "2": [1, 0], "3": [2, 1]}
-    assert r["lists"] == {"forward": forward, "backward": backward}
-
-
-@case(2, "autocast")
 def case_autocast(tmp):
     """Is autocast on in a block's forward, in training and evaluation; and its input's type."""
-    seen = {}
+    seen = []
+
+    def look(module, args):
+        seen.append([torch.is_autocast_enabled("cpu"), str(args[0].dtype)])
+
     for strategy in ("ddp", "full_shard"):
-        world, cfg, wrapped, gpt, optimizer = built(tmp, strategy=strategy, dtype="bfloat16")
-        batches = train.Batches(cfg, world)
-
-        def look(module, args, strategy=strategy):
-            now = [torch.is_autocast_enabled("cpu"), str(args[0].dtype)]
-            seen.setdefault(strategy, {})[module.training] = now
-
-        gpt.blocks[1].register_forward_pre_hook(look)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        train.train_step(wrapped, optimizer, scaler, batches, batches.train(0, 0), 0, cfg, world)
-        train.evaluate(wrapped, batches, cfg, world, NO_STOP)
-        seen[strategy] = [seen[strategy][training] for training in (True, False)]
+        run = built(tmp, strategy=strategy, dtype="bfloat16", gradient_accumulation_steps=2)
+        run.model.blocks[1].register_forward_pre_hook(look)
+        steps(run)
+        train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
     return seen
 
 
-def test_option_autocast_is_for_ddp_alone(ranks):
+def test_option_autocast_is_for_ddp_alone(at_two):
     """FSDP2's policy casts by itself; both together would cast the norms and the loss again."""
     ddp, full_shard = [True, "torch.float32"], [False, "torch.bfloat16"]
-    assert ranks(2, "autocast") == [dict(ddp=[ddp] * 2, full_shard=[full_shard] * 2)] * 2
+    for seen in values(at_two, "autocast"):
+        n = len(seen) // 2
+        assert n >= 3 and seen == [ddp] * n + [full_shard] * n
 
 
-@case(8, "hybrid-8", strategy="hybrid_shard", shard_group_size=2)
-@case(2, "seed-7", strategy="full_shard", seed=7)
-@case(2, "drop-ddp", strategy="ddp", dropout=0.2)
-@case(2, "drop-full", strategy="full_shard", dropout=0.2)
-def case_run(tmp, **overrides):
-    keys = {"gradient_accumulation_steps": 8, "max_iters": 3, "eval_interval": 3, **overrides}
-    name = "-".join(map(str, ["case", dist.get_world_size(), *overrides.values()]))
-    rows = run_training(tmp, name, **keys)
-    return [row["loss"] for row in rows]
+def case_losses(tmp, name, **keys):
+    return [row["loss"] for row in run_training(tmp, name, **SHORT, **keys)]
 
 
-def alone(tmp, name, **overrides):
-    """The same in one process."""
-    keys = {"gradient_accumulation_steps": 8, "max_iters": 3, "eval_interval": 3, **overrides}
-    return [row["loss"] for row in run_training(tmp, name, **keys)]
-
-
-@pytest.mark.parametrize("world, name, overrides", [
-    (8, "hybrid-8", {}),  # four groups of two: neither axis of the mesh can stand for the other
-    (2, "seed-7", dict(seed=7)),
-    # masks go by micro-batch, not by rank
-    (2, "drop-ddp", dict(dropout=0.2)), (2, "drop-full", dict(dropout=0.2))])
-def test_train_losses_do_not_depend_on_the_world_size(tmp, ranks, world, name, overrides):
-    expected = alone(tmp, f"alone-{name}", **overrides)
-    for mine in ranks(world, name):
+@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+def test_dropout_does_not_depend_on_the_world_size(tmp, at_two, strategy):
+    """Masks go by micro-batch, not by rank. (Without dropout: the parity in test_fsdp.py.)"""
+    expected = case_losses(tmp, f"one-{strategy}", strategy="single", **DROPOUT)
+    for mine in values(at_two, strategy):
         assert mine == pytest.approx(expected, rel=1e-5)
-    assert expected != pytest.approx(alone(tmp, f"usual-{name}"), rel=1e-4) or not overrides
 
 
-def test_option_dropout_is_on_where_gpt2_has_it(tmp, monkeypatch):
+def test_seed_decides_weights_and_dropout(tmp):
+    weights, seeds = [], set()
+    for seed in (7, 1337):
+        with patch.object(torch, "manual_seed") as of_dropout:
+            case_losses(tmp, f"seed-{seed}", seed=seed)
+        seeds.update(call.args for call in of_dropout.call_args_list)
+        weights.append(read_ckpt(os.path.join(tmp, f"seed-{seed}"))["model"]["lm_head.weight"])
+    assert len(seeds) >= 2 * 3 * 8  # another for each seed, step and micro-batch
+    assert (weights[0] - weights[1]).norm() > weights[0].norm()
+
+
+def test_option_dropout_is_on_where_gpt2_has_it():
     """After the embeddings, on attention's weights, and at the end of both branches of a block."""
-    plain, fused = [], []
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
-
-    def count_plain(x, p=0.5, training=True, inplace=False):
-        plain.append((p, training))
-        return dropout(x, p, training, inplace)
-
-    def count_fused(*args, dropout_p=0.0, **kwargs):
-        fused.append(dropout_p)
-        return attention(*args, dropout_p=dropout_p, **kwargs)
-
-    monkeypatch.setattr(F, "dropout", count_plain)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", count_fused)
     gpt, idx = plain_gpt(dropout=0.2), torch.arange(16)[None]
     for training in (True, False):
         gpt.train(training)
-        plain.clear()
-        fused.clear()
-        gpt(idx, idx)
-        assert plain == [(0.2, training)] * (1 + 2 * 3)
-        assert fused == [0.2 if training else 0.0] * 3
-        plain.clear()
-        with torch.autocast("cpu", torch.bfloat16):  # where attention is written out
-            gpt(idx, idx)
-        assert sum(p for p, on in plain if on) == pytest.approx(0.2 * 10 * training)
+        for dtype in (torch.float32, torch.bfloat16):  # attention is fused, or written out
+            with (patch.object(F, "dropout", wraps=F.dropout) as plain,
+                  patch.object(F, "scaled_dot_product_attention",
+                               wraps=F.scaled_dot_product_attention) as fused,
+                  torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):
+                gpt(idx, idx)
+            # nn.Dropout says whether it is on, after its rate
+            rates = [call.args[1] * all(call.args[2:3]) for call in plain.call_args_list]
+            rates += [call.kwargs["dropout_p"] for call in fused.call_args_list]
+            assert rates == [0.2 * training] * (1 + 3 * 3)
 
 
-def test_loss_leaves_out_targets_of_minus_one():
-    torch.manual_seed(0)
-    logits, targets = torch.randn(2, 3, 5), torch.tensor([[1, -1, 4], [-1, -1, 0]])
-    logs = logits - logits.exp().sum(-1, keepdim=True).log()
-    by_hand = -(logs[0, 0, 1] + logs[0, 2, 4] + logs[1, 2, 0]) / 3
-    assert model.cross_entropy(logits, targets).item() == pytest.approx(by_hand.item(), rel=1e-6)
-    assert model.cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
+# -----------------------------------------------------------------------------
+# where a run starts
 
 
-def test_sample_temperature_divides_the_logits(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch, "multinomial", lambda p, **kwargs: seen.append(p) or p.argmax())
-    sample.draw(torch.tensor([[0.0, math.log(2.0)]]), 0.5, None, None)  # odds 1 : 2, squared
-    assert seen[0].tolist() == [[pytest.approx(0.2), pytest.approx(0.8)]]
+SIZES = dict(n_layer=2, n_head=2, n_embd=8, block_size=32, vocab_size=67, bias=False)
 
 
-def test_train_takes_the_checkpoints_vocabulary_where_the_data_says_none(tmp_path):
-    source = SimpleNamespace(header={"model_args": {"vocab_size": 67}})
-    cfg = tiny("", dataset=str(tmp_path), vocab_size=50304)
-    assert train.with_vocabulary(cfg, source).vocab_size == 67
-    assert train.with_vocabulary(cfg).vocab_size == 50304
+def started(tmp, *flags, init_from="resume", sizes=SIZES, **config):
+    """train.start, given a checkpoint of these sizes and config; returns the config."""
+    own = asdict(tiny(tmp, **SIZES, dropout=0.5))
+    header = dict(model_args=dict(sizes, dropout=0.5), config=config or own)
+    source = checkpoint.Source("there/ckpt.pt", header, {})
+    cfg = load_config([f"--dataset={tmp}/toy", f"--init_from={init_from}", *flags])
+    with patch.object(train, "open_source", lambda cfg, world: source):
+        cfg, found, resumed = train.start(cfg, World())
+    assert (found, resumed) == (source, init_from in ("resume", "auto"))
+    return cfg
+
+
+def test_start_takes_the_checkpoints_model_and_sizes_and_this_runs_dropout(tmp, models):
+    """(Flags that contradict it are refused in test_config.py and test_mistakes.py.)"""
+    (models / "other.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from model import GPT as Model, GPTConfig\n"
+        "@dataclass\n"
+        "class ModelConfig(GPTConfig):\n"
+        "    n_own: int = 1\n")
+    cfg = started(tmp, "--dropout=0.25", "--n_layer=2")
+    assert {key: getattr(cfg, key) for key in SIZES} == SIZES and cfg.dropout == 0.25
+    cfg = started(tmp, sizes=dict(SIZES, n_own=3), model="other", optimizer="adamw")
+    assert (cfg.model, cfg.n_own) == ("other", 3)
+    assert started(tmp, learning_rate=1e-3).model == "gpt2"  # nanoGPT's names no model
+
+
+@pytest.mark.parametrize("init_from, flags, theirs, expected", [
+    ("resume", [], 32, 32), ("resume", [], 4096, 4096), ("auto", ["--block_size=16"], 32, 16),
+    # fine-tuning: at most the default, 1024
+    ("gpt2", [], 32, 32), ("gpt2", [], 4096, 1024), ("gpt2", ["--block_size=16"], 32, 16)])
+def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
+    sizes = dict(SIZES, block_size=theirs)
+    assert started(tmp, *flags, init_from=init_from, sizes=sizes).block_size == expected
+
+
+def test_start_says_what_changes_the_numbers(tmp, capsys):
+    same = [f"--{key}={TINY[key]}" for key in (
+        "batch_size", "gradient_accumulation_steps", "learning_rate", "min_lr", "warmup_iters",
+        "lr_decay_iters", "grad_clip")]
+    started(tmp, *same, "--dropout=0.5", "--max_iters=9", "--strategy=ddp", "--out_dir=else")
+    started(tmp, init_from="gpt2")  # another run, and not this one going on
+    assert capsys.readouterr().out == ""
+    started(tmp, *same[1:], "--seed=7", "--block_size=8", "--freeze=wpe", "--dropout=0.5")
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1 and "there/ckpt.pt" in line and line.count("=") == 4
+    for new, old in (("batch_size=12", "2"), ("seed=7", "1337"), ("block_size=8", "32"),
+                     ("freeze='wpe'", "''")):
+        assert re.search(rf"{new} .*?{old}", line)
+    assert set(configurator.NUMBERS) <= {f.name for f in fields(config_class("gpt2"))}
+
+
+@pytest.mark.parametrize("data, vocab_size", [("toy", 67), ("none", 50304)])
+@pytest.mark.parametrize("init_from", ["scratch", "auto"])
+def test_start_without_a_checkpoint_takes_the_datas_vocabulary(tmp, init_from, data, vocab_size):
+    flags = dict(dataset=f"{tmp}/{data}", out_dir=f"{tmp}/none", init_from=init_from)
+    cfg, *rest = train.start(load_config([f"--{k}={v}" for k, v in flags.items()]), World())
+    assert (cfg.vocab_size, *rest) == (vocab_size, None, False)
+
+
+# -----------------------------------------------------------------------------
+# the loop: stop? due? done?
+
+
+def events(tmp, name, signal_at=None, **keys):
+    """What a run of 4 steps does, in order. A signal comes while it does what has the number
+    signal_at. The validation loss never improves."""
+    done = []
+
+    def noted(event, function):
+        def call(*args):
+            if len(done) == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            name = f" {args[6]}" if event == "save" and len(args) > 6 else ""
+            done.append(event + name)  # of the file
+            result = function(*args)
+            return {**result, "val": 1.0} if event == "evaluate" else result
+        return call
+
+    with (patch.object(StopSignal, "requested", noted("stop?", StopSignal.requested)),
+          patch.object(train, "evaluate", noted("evaluate", train.evaluate)),
+          patch.object(train, "train_step", noted("step", train.train_step)),
+          patch.object(checkpoint.Saver, "save", noted("save", checkpoint.Saver.save))):
+        run_training(tmp, name, max_iters=4, eval_interval=2, gradient_accumulation_steps=2, **keys)
+    return done
+
+
+WHOLE = ["stop?", "evaluate", "step", "stop?", "step",
+         "stop?", "evaluate", "save", "step", "stop?", "step", "stop?", "evaluate", "save"]
+
+
+@pytest.mark.parametrize("signal_at, expected, step", [
+    (None, WHOLE, 4),
+    (0, ["stop?"], None),  # before the first step: there is nothing to save
+    (2, [*WHOLE[:3], "stop?", "save ckpt.pt"], 1),
+    (6, [*WHOLE[:9], "stop?", "save ckpt.pt"], 3),  # in an evaluation: seen after the next step
+    (10, [*WHOLE[:12], "save ckpt.pt"], 4),  # in the last step: it leaves without evaluating
+    (12, WHOLE, 4)])  # in the last evaluation: it was about to leave
+def test_loop_stops_evaluates_and_saves_in_this_order(tmp, capsys, signal_at, expected, step):
+    name = f"loop-{signal_at}"
+    out = os.path.join(tmp, name)
+    assert events(tmp, name, signal_at) == expected
+    assert ("--init_from=auto" in capsys.readouterr().out) == (expected != WHOLE)
+    assert os.path.exists(f"{out}/ckpt.pt") == (step is not None)
+    if step:
+        assert read_ckpt(out)["iter_num"] == len(losses(out)) == step
+        # a resumed run that is stopped before its first step leaves the checkpoint as it is
+        assert events(tmp, name, 0, init_from="auto") == ["stop?"]
+        assert "--init_from=auto" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------
 # evaluation
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_evaluation_with_a_partial_last_batch_is_the_mean_over_windows(tmp, size):
+def test_evaluation_with_a_partial_last_batch_is_the_mean_over_windows(tmp):
     """37 windows in batches of 2 on 2 ranks: the last round has one window, and one rank none."""
     cfg = tiny(tmp, eval_iters=1000, strategy="single")
     gpt = plain_gpt()
@@ -341,62 +305,31 @@ def test_evaluation_with_a_partial_last_batch_is_the_mean_over_windows(tmp, size
     rows = torch.from_numpy(np.stack([tokens[16 * w:16 * w + 17] for w in range(37)]))
     with torch.no_grad():
         expected = gpt(rows[:, :-1], rows[:, 1:])[1].item()
-    sums = torch.zeros(2, dtype=torch.float64)  # of losses, of weights; summed over the ranks
-    for rank in range(size):
-        for x, y, weight in train.Batches(cfg, World(rank, size)).fixed("val"):
-            with torch.no_grad():
-                sums += torch.tensor([gpt(x, y)[1].item() * weight, weight])
-    assert sums[1] == 37
-    assert (sums[0] / sums[1]).item() == pytest.approx(expected, rel=1e-6)
-    if size == 1:
-        measured = train.evaluate(gpt, train.Batches(cfg, World()), cfg, World(), NO_STOP)
-        assert measured["val"] == pytest.approx(expected, rel=1e-6)
+    sums = []  # of losses and of windows, on each rank, for both splits
+    for rank in range(2):
+        world = World(rank, 2)
+        with patch.object(train, "all_reduce_mean_", lambda x, world: sums.append(x.item())):
+            train.evaluate(gpt, train.Batches(cfg, world), cfg, world)
+    total, windows = sum(sums[2::4]), sum(sums[3::4])  # after those of the train split
+    assert windows == 37 and total / windows == pytest.approx(expected, rel=1e-6)
 
 
 def test_evaluation_alone_notices_nan(tmp):
     out = os.path.join(tmp, "nan-eval")
     run = dict(learning_rate=1e18, min_lr=1e18, grad_clip=0.0, decay_lr=False, log_interval=1000)
     p = trained(1, arguments(tmp, out, eval_interval=3, max_iters=6, **run))
-    assert p.returncode == 1
-    assert "validation loss is nan at step 3" in p.stderr, p.stderr
+    assert p.returncode == 1 and p.stderr.count("\n") == 1
+    assert "validation loss is nan at step 3" in p.stderr and "learning_rate" in p.stderr
     assert not os.path.exists(os.path.join(out, "ckpt.pt"))
 
 
-def signalled_in_evaluation(argv, evaluation, batch):
-    """train.py; SIGTERM comes while that batch of that evaluation is read."""
-    fixed, splits = train.Batches.fixed, []
-
-    def signalled(batches, split):
-        splits.append(split)
-        for i, one in enumerate(fixed(batches, split)):
-            if splits.count("train") == evaluation and i == batch:
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert splits.count("train") < evaluation or i <= batch, "it went on"
-            yield one
-
-    with patch.object(train.Batches, "fixed", signalled):
-        train.main(argv)
-
-
-def test_evaluation_ends_at_a_stop_signal(tmp):
-    """A long evaluation: the signal is seen between two batches, and the state is saved."""
-    out = os.path.join(tmp, "signal-eval")
-    argv = arguments(tmp, out, max_iters=100, eval_interval=3, eval_iters=8)
-    p = Ranks(1, signalled_in_evaluation, argv, 2, 3).finish()
-    assert p.returncode == 0, p.stderr
-    assert "stopped by a signal after step 3" in p.stdout and "step 3: train" not in p.stdout
-    assert read_ckpt(out)["iter_num"] == len(losses(out)) == 3
-
-
 # -----------------------------------------------------------------------------
-# the log
+# the log, sharded checkpoints while training goes on, data
 
 
 def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch):
     """Each step takes 1 s and each evaluation 100 s, by a clock that only they move."""
-    clock = itertools.count()  # it also moves at each look: by nothing
-    now = [next(clock)]
-    step, evaluation = train.train_step, train.evaluate
+    now = [0.0]
 
     def slow(function, seconds):
         def call(*args):
@@ -404,99 +337,39 @@ def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch):
             return function(*args)
         return call
 
-    monkeypatch.setattr(metrics.time, "time", lambda: float(now[0]))
-    monkeypatch.setattr(train, "train_step", slow(step, 1))
-    monkeypatch.setattr(train, "evaluate", slow(evaluation, 100))
+    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
+    monkeypatch.setattr(train, "train_step", slow(train.train_step, 1))
+    monkeypatch.setattr(train, "evaluate", slow(train.evaluate, 100))
     rows = run_training(tmp, "clock", max_iters=8, eval_interval=4, log_interval=3)
     assert [row["iter"] for row in rows] == [0, 3, 6, 7]
     assert [row["time_ms"] for row in rows] == [1000.0] * 4
-    tokens = 12 * 2 * 16
-    assert [row["tokens_per_s"] for row in rows] == [tokens] * 4
+    assert [row["tokens_per_s"] for row in rows] == [12 * 2 * 16] * 4
 
 
-# -----------------------------------------------------------------------------
-# sharded checkpoints while training goes on
+def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch):
+    """And the next save waits for it: the first is held up until then."""
+    done, waited_for = [], threading.Event()
+    finish, complete = checkpoint.Saver.finish, checkpoint.Saver.complete
 
-
-def complete(out):
-    return sorted(path.split(os.sep)[-2] for path in glob.glob(os.path.join(out, "*/header.json")))
-
-
-@case(2, "background", strategy="full_shard")
-def case_completed_in_the_background(tmp, strategy):
-    """
-    What is complete before and after each step. The first save is held up until step 3 has begun;
-    then that step waits for it, and finish() comes later.
-    """
-    out, going_on = os.path.join(tmp, "background"), threading.Event()
-    before, after, savers = [], [], []
-    step, complete_one, save = train.train_step, checkpoint.Saver.complete, checkpoint.Saver.save
+    def finishing(saver):
+        if saver.saving:
+            waited_for.set()
+        finish(saver)
 
     def held(saver, *args):
-        assert going_on.wait(60)
-        complete_one(saver, *args)
+        assert waited_for.wait(60)
+        complete(saver, *args)
+        done.append("complete")
 
-    def noted(saver, *args):
-        savers.append(saver)
-        save(saver, *args)
+    def noted(event, function):
+        return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
-    def look(*args):
-        before.append(complete(out))
-        result = step(*args)
-        if len(before) == 4:
-            going_on.set()
-            savers[-1].saving.result(60)
-            dist.barrier()  # rank 0's is the one that adds the header
-        after.append(complete(out))
-        return result
-
-    with (patch.object(checkpoint.Saver, "complete", held), patch.object(train, "train_step", look),
-          patch.object(checkpoint.Saver, "save", noted)):
-        run_training(tmp, "background", strategy=strategy, checkpoint="sharded", max_iters=5,
-                     eval_interval=2, gradient_accumulation_steps=2)
-    return dict(before=before[:4], after=after[:4], end=complete(out))
-
-
-def test_checkpoint_is_completed_while_training_goes_on(ranks):
-    for r in ranks(2, "background"):
-        assert r["before"] == [[]] * 4
-        assert r["after"] == [[]] * 3 + [["step-000000002"]]
-        assert r["end"] == ["step-000000004", "step-000000005"]
-
-
-def test_checkpoint_the_next_sharded_save_waits_for_the_last(tmp, tmp_path, monkeypatch):
-    world = World()
-    cfg = resolve(tiny(tmp, checkpoint="sharded"), world)
-    _, gpt, optimizer = train.build(cfg, world)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    saver = checkpoint.Saver(str(tmp_path / "out"), world)
-    saver.claim(cfg, None)
-    saver.group, running, seen = "a process group", [], []
-
-    def async_save(tensors, storage_writer, process_group):
-        seen.append(([future.done() for future in running], complete(tmp_path / "out")))
-        running.append(Future())
-        os.makedirs(storage_writer.path, exist_ok=True)
-        open(os.path.join(storage_writer.path, ".metadata"), "w").close()
-        return running[-1]
-
-    def gather_object(mine, every, group):
-        every[0] = mine
-
-    monkeypatch.setattr(checkpoint.dcp, "async_save", async_save)
-    monkeypatch.setattr(checkpoint.dist, "gather_object", gather_object)
-    for step in (1, 2):
-        if running:
-            threading.Timer(0.5, running[0].set_result, [None]).start()
-        saver.save(gpt, optimizer, scaler, step, 1.0)
-    assert seen == [([], []), ([True], ["step-000000001"])]
-    running[1].set_result(None)
-    saver.finish(wait=True)
-    assert complete(tmp_path / "out") == ["step-000000001", "step-000000002"]
-
-
-# -----------------------------------------------------------------------------
-# data
+    monkeypatch.setattr(checkpoint.Saver, "finish", finishing)
+    monkeypatch.setattr(checkpoint.Saver, "complete", held)
+    monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
+    monkeypatch.setattr(checkpoint.dcp, "async_save", noted("save", checkpoint.dcp.async_save))
+    run_training(tmp, "background", checkpoint="sharded", max_iters=4, eval_interval=2)
+    assert done == ["step", "step", "save", "step", "step", "complete", "save", "complete"]
 
 
 def test_tokens_are_checked_as_they_are_read(tmp_path):
@@ -508,35 +381,4 @@ def test_tokens_are_checked_as_they_are_read(tmp_path):
             f.write(np.uint16(99).tobytes())
     files = TokenFiles(str(tmp_path), "train", 16, 67)
     files.batch([0, 2**22])
-    with pytest.raises(SystemExit, match="token 99 is beyond vocab_size=67"):
-        files.batch([2**22 + 2])
-
-
-@case(2, "signal")
-def case_signal_in_evaluation(tmp):
-    """Rank 1 alone has the signal; both stop, after the same batch."""
-    world, cfg, wrapped, _, _ = built(tmp, strategy="full_shard", eval_iters=8)
-    batches, stop = train.Batches(cfg, world), StopSignal(world)
-    complete = train.evaluate(wrapped, batches, cfg, world, stop)
-    stop.number = 15 * world.rank
-    stopped = train.evaluate(wrapped, batches, cfg, world, stop)
-    return [complete is None, stopped is None]
-
-
-def test_evaluation_stops_on_all_ranks_together(ranks):
-    assert ranks(2, "signal") == [[False, True]] * 2
-
-
-def test_seed_decides_weights_and_data(tmp, ranks):
-    """Seed 7 on two ranks is seed 7 in one process, and not the seed of the other tests."""
-    run = dict(max_iters=3, eval_interval=3, gradient_accumulation_steps=8)
-    with patch.object(torch, "manual_seed") as sevens:
-        run_training(tmp, "seed-weights", seed=7, **run)
-    mine = read_ckpt(os.path.join(tmp, "case-2-full_shard-7"))["model"]
-    assert_same_weights(mine, read_ckpt(os.path.join(tmp, "seed-weights"))["model"], 1e-5)
-    with patch.object(torch, "manual_seed") as usual:
-        run_training(tmp, "seed-usual", **run)
-    of_dropout = [{call.args for call in seeds.call_args_list} for seeds in (sevens, usual)]
-    assert len(set.union(*of_dropout)) >= 2 * 3 * 8  # another for each micro-batch and seed
-    with pytest.raises(AssertionError):
-        assert_same_weights(mine, read_ckpt(os.path.join(tmp, "seed-usual"))["model"], 1e-2)
+    assert "token 99" in refused(files.batch, [2**22 + 2])

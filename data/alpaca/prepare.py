@@ -5,10 +5,10 @@ Alpaca: 52,002 instructions and answers as text, with GPT-2's BPE, for fine-tuni
     python data/alpaca/prepare.py --limit=10000   # a taste
 """
 
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
 TEMPLATE = "### Instruction:\n{instruction}\n{input}\n### Response:\n{output}"

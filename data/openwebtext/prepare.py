@@ -1,17 +1,17 @@
 """
-OpenWebText with GPT-2's BPE: 8,013,769 documents, about 9.0 billion training and 4.4 million
-validation tokens.
+OpenWebText with GPT-2's BPE: 8,013,769 documents, about 9.0 billion training and 4.4
+million validation tokens.
 
     python data/openwebtext/prepare.py                 # 17 GB
     python data/openwebtext/prepare.py --limit=10000   # a taste
 """
 
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
 if __name__ == "__main__":
-    # the hub's Parquet copy: the original is a loading script, which datasets >= 4 refuses
+    # The hub's Parquet copy. The original is a script, which datasets >= 4 refuses.
     main("openwebtext", "Skylion007/openwebtext", doc=__doc__)

@@ -1,14 +1,14 @@
 """
-WikiText-103 (raw) with GPT-2's BPE: about 118 million training tokens; a row is a paragraph.
+WikiText-103 (raw) with GPT-2's BPE: about 118 million training tokens. A row is a paragraph.
 
     python data/wikitext103/prepare.py                 # 240 MB
     python data/wikitext103/prepare.py --limit=10000   # a taste
 """
 
-import os
 import sys
+from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
 if __name__ == "__main__":

@@ -1,0 +1,184 @@
+r"""
+How fast, how large, and where the time goes: train.py's model, optimizer, batches and step.
+
+    python -m extras.bench config/quickstart.py --steps=3 --profile  # the slowest operations
+    python -m extras.bench config/quickstart.py \
+        --variants='batch_size=8;batch_size=32,block_size=64'
+    torchrun --standalone --nproc_per_node=2 -m extras.bench config/quickstart.py \
+        --strategies=ddp,shard_grad_op,full_shard
+
+Any file and --key=value of train.py applies. Variants take turns, step by step: machines are
+noisy, so compare the ratios of one run. Memory is the process's: for that of one variant, run
+it alone.
+"""
+
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from itertools import count, islice, product
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.utils.benchmark import Timer
+
+from configurator import DTYPES, load_config, resolve
+from data.loader import Batches
+from metrics import flops_per_token, peak_flops, peak_memory
+from ranks import print0, run, setup
+from train import build, from_scratch, meta_model, train_step
+
+
+def main(argv):
+    own, rest = parse(argv)
+    # Every combination of a variant and a strategy, and a name that tells it from the others.
+    names, configs = [], []
+    for settings, strategy in product(own.variants.split(";"), own.strategies.split(",")):
+        keys = [key.strip() for key in settings.split(",") if key]
+        if strategy:
+            keys.append(f"strategy={strategy}")
+        flags = [f"--{key}" for key in keys]
+        names.append(" ".join(keys) or "config")
+        configs.append(load_config(rest + flags, vars(own)))
+
+    # All ranks. Resolve all variants first: a mistake in the last one then shows at once.
+    world = setup(configs[0].device, configs[0].backend)
+    configs = [resolve(from_scratch(cfg), world) for cfg in configs]
+    torch.set_float32_matmul_precision("high")  # as train.py
+    runs = [training(cfg, world) for cfg in configs]
+    for _ in range(3):  # these build, compile and connect the ranks
+        take_turns(runs)
+    turns = [take_turns(runs) for _ in range(own.steps)]
+    times = list(zip(*turns))  # of each variant
+    report(names, configs, times, world)
+    if own.profile:
+        for name, steps in zip(names, runs):
+            profile(name, steps, own.profile, world)
+
+
+def parse(argv):
+    """(the flags of bench, the arguments that are left: those of train.py)."""
+    parser = ArgumentParser(
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
+    add = parser.add_argument
+    add("--steps", type=int, default=20,
+        help="measured steps of each variant (%(default)s)")
+    add("--variants", default="", metavar="K=V,K=V;K=V",
+        help="settings to compare")
+    add("--strategies", default="", metavar="A,B",
+        help="each variant with each of these")
+    add("--profile", nargs="?", const="profile", metavar="DIR",
+        help="at the end, trace 3 steps of each variant on every rank into DIR (%(const)s), "
+             "and print the slowest operations")
+    own, rest = parser.parse_known_args(argv)
+    if own.steps < 1:
+        parser.error(f"--steps={own.steps}: it must be at least 1")
+    if own.profile:
+        try:  # now, not after the measuring
+            os.makedirs(own.profile, exist_ok=True)
+        except OSError as e:
+            parser.error(f"--profile={own.profile}: {e.strerror}; pass another path")
+    return own, rest
+
+
+# ---------- measuring ---------------------------------------------------------
+
+
+def training(cfg, world):
+    """A run that yields each step's milliseconds (all ranks). It is a generator, so that
+    several runs can take turns."""
+    batches = Batches(cfg, world)
+    wrapped, optimizer = build(cfg, world)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
+    batch = batches.train(0, 0)
+    for step in count():
+        start = perf_counter()
+        loss, _, batch = train_step(
+            wrapped, optimizer, scaler, batches, batch, step, cfg, world)
+        loss.item()  # synchronization point: all that was queued is done
+        yield 1e3 * (perf_counter() - start)
+
+
+def take_turns(runs):
+    """One step of each run; its milliseconds."""
+    return [next(steps) for steps in runs]
+
+
+def matmul_rate(device, dtype):
+    """FLOP/s of a large matrix product: what this machine reaches in practice."""
+    n = 2048 if device.type == "cpu" else 8192
+    matrix = torch.randn(n, n, device=device, dtype=dtype)
+    timer = Timer(
+        "(a @ a)[0, 0].item()",  # item() waits for the GPU
+        globals={"a": matrix},
+        num_threads=torch.get_num_threads(),
+    )
+    return 2 * n**3 / timer.blocked_autorange(min_run_time=1).median
+
+
+# ---------- what is printed ---------------------------------------------------
+
+
+def report(names, configs, times, world):
+    """Print a line for each variant (all ranks). MFU and the share of the matmul rate are one
+    device's, memory is rank 0's."""
+    memory = peak_memory(world.device) >> 20  # MiB
+    host = peak_memory(torch.device("cpu")) >> 20
+    peak = peak_flops(world.device)
+    rates = {}  # measuring one takes a second
+    for dtype in {cfg.dtype for cfg in configs}:
+        rates[dtype] = matmul_rate(world.device, DTYPES[dtype])
+    width = max(map(len, names))
+    first = median(times[0])
+    print0(
+        world,
+        " " * width,
+        " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate  MiB peak  MiB host"
+        "  ratio to the first",
+    )
+    for name, cfg, ms in zip(names, configs, times):
+        middle = median(ms)
+        tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+        tokens_per_s = tokens / middle * 1e3
+        model = meta_model(cfg)
+        # One device's. There is no MFU if its peak is unknown, or the model cannot be counted.
+        flops = flops_per_token(model, world) * tokens_per_s / world.size
+        mfu = "n/a"
+        if flops and peak:
+            mfu = f"{flops / peak:.1%}"
+        of_rate = flops / rates[cfg.dtype]
+        print0(
+            world,
+            f"{name:{width}} {middle:9.1f} ({min(ms):7.1f} - {max(ms):7.1f}) "
+            f"{tokens_per_s:10,.0f} {mfu:>6} {of_rate:15.1%} {memory:9,} {host:9,} "
+            f"{middle / first:9.3f} x its time",
+        )
+
+
+def profile(name, steps, directory, world):
+    """Trace 3 steps on every rank, and print rank 0's slowest operations (all ranks)."""
+    file_name = f"trace-{name}-{world.rank}".replace(" ", "_").replace("/", "_")
+    path = os.path.join(directory, file_name)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        # Private, but nothing public writes what https://pytorch.org/memory_viz reads.
+        torch.cuda.memory._record_memory_history(clear_history=True)
+    with torch.profiler.profile() as profiler:
+        for _ in islice(steps, 3):
+            pass
+    profiler.export_chrome_trace(f"{path}.json")
+    sort_by = "self_cpu_time_total"
+    if on_gpu:
+        torch.cuda.memory._dump_snapshot(f"{path}.pickle")
+        sort_by = "self_device_time_total"
+    averages = profiler.key_averages()
+    slowest = averages.table(sort_by, row_limit=15, max_name_column_width=40)
+    print0(world, f"\n{name}: 3 steps on rank 0\n{slowest}")
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

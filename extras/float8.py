@@ -1,0 +1,52 @@
+"""
+dtype=float8: the blocks' linear layers compute in 8 bits, and FSDP2 gathers their weights in
+8 bits. All else computes in bf16. The work is torchao's (pip install torchao).
+
+    convert(model, "cuda", sharded=True)       # on the meta device, before fsdp.shard
+    scale_each_step(model, optimizer)
+"""
+
+import torch
+from torch import nn
+
+
+def convert(model, device_type, sharded):
+    """Replace the blocks' linear layers by torchao's, in place. Names, shapes and fp32
+    weights stay. sharded: FSDP2 will gather them. SystemExit if that cannot be here."""
+    if device_type == "cuda":
+        too_old = torch.cuda.get_device_capability() < (8, 9)
+    else:
+        too_old = device_type != "cpu"  # a CPU emulates float8, for tests
+    if too_old:
+        raise SystemExit("dtype=float8 needs an H100 or newer; use --dtype=bfloat16")
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise SystemExit("dtype=float8 needs a package that is not here: pip install torchao")
+    chosen = set(linears(model))
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig(
+            enable_fsdp_float8_all_gather=sharded, emulate=device_type == "cpu"),
+        module_filter_fn=lambda module, name: module in chosen,
+    )
+
+
+def linears(model):
+    """The blocks' linear layers whose sizes GPUs can multiply in float8."""
+    layers = []
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            if module.in_features % 16 == 0 and module.out_features % 16 == 0:
+                layers.append(module)
+    return layers
+
+
+def scale_each_step(model, optimizer):
+    """After each step, one all-reduce for the scales of all weights, not one a gather."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    def rescale(*args):
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+    optimizer.register_step_post_hook(rescale)

@@ -1,0 +1,277 @@
+"""
+GPT-2, Llama (1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in and out.
+
+    python train.py config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M
+    python train.py ... --init_from=DIR    # config.json, and model.safetensors or shards
+    python -m extras.huggingface out-x DIR --dtype=bfloat16    # out-x's newest checkpoint
+"""
+
+import json
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from checkpoint import BUFFERS, Source, open_newest, write_atomically, writing
+from configurator import DTYPES, model_file, package
+from data.loader import data_dir, read_meta
+from data.tokenizer import TOKENIZER, local_copy
+from ranks import first_line, run
+
+# ---------- what corresponds to what ------------------------------------------
+
+
+# keys: {our key: theirs}. fixed: {their key: the values that mean what our model computes}.
+# The first of these is what an absent key means.
+GPT2 = dict(
+    name="GPT2LMHeadModel",  # transformers' class
+    model="gpt2",  # our --model
+    keys=dict(
+        n_layer="n_layer",
+        n_head="n_head",
+        n_embd="n_embd",
+        vocab_size="vocab_size",
+        block_size="n_positions",
+    ),
+    fixed=dict(
+        activation_function=["gelu_new", "gelu_pytorch_tanh"],
+        layer_norm_epsilon=[1e-5],
+        scale_attn_weights=[True],
+        scale_attn_by_inverse_layer_idx=[False],
+        add_cross_attention=[False],
+        tie_word_embeddings=[True],
+        quantization_config=[None],
+    ),
+)
+LLAMA = dict(
+    name="LlamaForCausalLM",
+    model="llama",
+    keys=dict(
+        n_layer="num_hidden_layers",
+        n_head="num_attention_heads",
+        n_kv_head="num_key_value_heads",
+        n_embd="hidden_size",
+        n_inner="intermediate_size",
+        head_dim="head_dim",
+        norm_eps="rms_norm_eps",
+        rope_theta="rope_theta",
+        tie_embeddings="tie_word_embeddings",
+        vocab_size="vocab_size",
+        block_size="max_position_embeddings",
+    ),
+    fixed=dict(
+        hidden_act=["silu"],
+        attention_bias=[False],
+        mlp_bias=[False],
+        use_sliding_window=[False],
+        quantization_config=[None],
+    ),
+)
+QWEN3 = dict(LLAMA, name="Qwen3ForCausalLM")  # and qk_norm
+ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}  # by their model_type
+# Llama 3.1's stretching of rotary positions, beside its factor.
+LLAMA3_SCALING = dict(
+    rope_type="llama3",
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+# GPT-2's own code multiplies by W, nn.Linear by W.T, so files have these four transposed.
+TRANSPOSED = (
+    "attn.c_attn.weight",
+    "attn.c_proj.weight",
+    "mlp.c_fc.weight",
+    "mlp.c_proj.weight",
+)
+# What an export needs and a checkpoint would lose: where text ends, how chats are written.
+KEPT = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+# ---------- in ----------------------------------------------------------------
+
+
+def open_pretrained(name):
+    """The Source of a local directory or of a model on the hub ('gpt2', 'org/model').
+    SystemExit if it is none, or if our models do not compute what it does."""
+    safe_open = package("safetensors", f"init_from={name}").safe_open
+    path = Path(local_copy("init_from", name, "model*.safetensors*", TOKENIZER, *KEPT))
+    places = {}  # {our key: (file, their key)}
+    shapes = {}  # {our key: shape}
+    try:
+        theirs = json.loads((path / "config.json").read_text("utf-8"))
+        model, sizes = understand(theirs)
+        sizes = asdict(model_file(model).ModelConfig(**sizes))
+        shards = sorted(path.glob("model-*-of-*.safetensors"))
+        for file in shards or [path / "model.safetensors"]:
+            with safe_open(file, "pt") as opened:
+                for key in opened.keys():
+                    if key.endswith(BUFFERS):
+                        continue
+                    ours = f"model.{key}"
+                    if model == "gpt2" and key != "lm_head.weight":
+                        # On the hub some files lack the prefix.
+                        ours = "model.transformer." + key.removeprefix("transformer.")
+                    shape = tuple(opened.get_slice(key).get_shape())
+                    places[ours] = (file, key)
+                    shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
+    except Exception as e:
+        raise SystemExit(
+            f"{path}: not a model in Hugging Face format, config.json and *.safetensors, "
+            f"that we compute ({type(e).__name__}: {first_line(e)})")
+
+    def get(ours):
+        """A view of the mapped file, in the file's type."""
+        file, key = places[ours]
+        tensor = safe_open(file, "pt").get_tensor(key)
+        return tensor.t() if key.endswith(TRANSPOSED) else tensor
+
+    kept = [path / file for file in KEPT if (path / file).exists()]
+    header = dict(
+        iter_num=0,
+        best_val_loss=1e9,
+        model_args=sizes,
+        config={"model": model},
+        scaler=None,
+        kept={file.name: file.read_text("utf-8") for file in kept},
+    )
+    return Source(str(path), header, shapes, get)
+
+
+def understand(theirs):
+    """(our model, its sizes) of a config.json; ValueError if we do not compute that."""
+    kind = theirs.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"model_type={kind!r} is none of {', '.join(ARCHITECTURES)}")
+    model = ARCHITECTURES[kind]["model"]
+    keys = ARCHITECTURES[kind]["keys"]
+    fixed = dict(ARCHITECTURES[kind]["fixed"])
+    said = {key: value for key, value in theirs.items() if value is not None}
+    sizes = {ours: said[key] for ours, key in keys.items() if key in said}
+    if model == "gpt2":
+        sizes["bias"] = True
+        fixed["n_inner"] = [None, 4 * sizes["n_embd"]]
+    else:
+        sizes["rope_theta"], sizes["rope_factor"] = rotary(theirs)
+        sizes["qk_norm"] = kind == "qwen3"
+        sizes.setdefault("n_kv_head", sizes["n_head"])
+        sizes.setdefault("tie_embeddings", False)
+        if sizes.get("head_dim") == sizes["n_embd"] // sizes["n_head"]:
+            sizes["head_dim"] = 0  # ours for that
+    for key, values in fixed.items():
+        if theirs.get(key, values[0]) not in values:
+            raise ValueError(
+                f"{key}={theirs[key]!r}, and {model} computes {values[0]!r} only")
+    return model, sizes
+
+
+def rotary(theirs):
+    """(base, factor) of Llama's rotary positions."""
+    rope = {
+        "rope_type": "default",
+        "rope_theta": theirs.get("rope_theta") or 1e4,
+        **(theirs.get("rope_scaling") or {}),
+        **(theirs.get("rope_parameters") or {}),  # since transformers 5: both in one
+    }
+    if rope.items() >= LLAMA3_SCALING.items():
+        return rope["rope_theta"], rope["factor"]
+    if {rope["rope_type"], rope.get("type", "default")} != {"default"}:
+        raise ValueError(
+            f"rotary positions {rope}, and llama computes Llama 3's scaling only")
+    return rope["rope_theta"], 1.0
+
+
+# ---------- out ---------------------------------------------------------------
+
+
+def export(source, path, dtype="float32"):
+    """Write a directory that transformers opens, with equal logits. It takes host memory
+    for the whole model."""
+    config = their_config(source, dtype)
+    tensors = their_tensors(source, config["tie_word_embeddings"], DTYPES[dtype])
+    save = package("safetensors.torch", "a Hugging Face directory").save
+    kept = source.header.get("kept") or {}
+    files = {file: kept[file].encode() for file in KEPT if file in kept}
+    files["config.json"] = json.dumps(config, indent=2).encode()
+    files["model.safetensors"] = save(tensors, {"format": "pt"})
+    data = data_dir(source.header["config"].get("dataset", ""))
+    with writing(path):
+        Path(path).mkdir(parents=True, exist_ok=True)
+        if read_meta(data).get("tokenizer") == TOKENIZER:
+            files[TOKENIZER] = Path(data, TOKENIZER).read_bytes()
+        for file, content in files.items():
+            write_atomically(f"{path}/{file}", lambda f, content=content: f.write(content))
+
+
+def their_config(source, dtype):
+    """config.json for a checkpoint. SystemExit if its model has no Hugging Face format."""
+    sizes = source.header["model_args"]
+    model = source.header["config"].get("model", "gpt2")
+    kind = "qwen3" if sizes.get("qk_norm") else model
+    if kind not in ARCHITECTURES:
+        raise SystemExit(
+            f"{source.path} holds model={model}, which has no Hugging Face format")
+    keys = ARCHITECTURES[kind]["keys"]
+    fixed = ARCHITECTURES[kind]["fixed"]
+    config = {key: values[0] for key, values in fixed.items() if values[0] is not None}
+    config.update({key: sizes[ours] for ours, key in keys.items()})
+    config["model_type"] = kind
+    config["architectures"] = [ARCHITECTURES[kind]["name"]]
+    config["dtype"] = dtype
+    # Where text ends, the model says that training began with, if there was one.
+    kept = source.header.get("kept") or {}
+    origin = {"bos_token_id": None, "eos_token_id": None}
+    if "config.json" in kept:
+        origin = json.loads(kept["config.json"])
+    config.update({key: origin[key] for key in origin if key.endswith("_token_id")})
+    if model == "gpt2":
+        dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+        config.update(dict.fromkeys(dropouts, sizes["dropout"]))
+    else:
+        # Rotary positions know no length: a run with a shorter context takes none away.
+        longest = origin.get("max_position_embeddings") or 0
+        config["max_position_embeddings"] = max(sizes["block_size"], longest)
+        config["head_dim"] = sizes["head_dim"] or sizes["n_embd"] // sizes["n_head"]
+        if sizes["rope_factor"] > 1:
+            config["rope_scaling"] = dict(LLAMA3_SCALING, factor=sizes["rope_factor"])
+    return config
+
+
+def their_tensors(source, tied, dtype):
+    """{their name: tensor} of a checkpoint's weights."""
+    # Their GPT-2 has biases everywhere, ours may have none.
+    adds_biases = not source.header["model_args"].get("bias", True)
+    tensors = {}
+    for key, shape in source.shapes.items():
+        state, _, name = key.partition(".")
+        if state != "model" or (tied and name == "lm_head.weight"):
+            continue  # the optimizer's; or a second name, which transformers adds itself
+        tensor = source.get(key).to(dtype)
+        tensors[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
+        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
+        if adds_biases and not is_embedding:
+            tensors[name.replace("weight", "bias")] = torch.zeros(shape[0], dtype=dtype)
+    return tensors
+
+
+def main(argv):
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.error = sys.exit  # one line and exit code 1, as everywhere here
+    parser.add_argument("out_dir", help="of a run")
+    parser.add_argument("directory", help="to write")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    args = parser.parse_args(argv)
+    source = open_newest(args.out_dir)
+    export(source, args.directory, args.dtype)
+    print(f"{source.path} -> {args.directory}, for AutoModelForCausalLM.from_pretrained")
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

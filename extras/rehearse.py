@@ -1,0 +1,355 @@
+"""
+A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number
+of ranks, on fake tensors, which have shapes and no memory. A ledger notes what each storage
+holds.
+
+    timeline, marks, collectives = rehearse(cfg, world)
+
+This works for any model file and any key. All private parts of PyTorch that it needs are here.
+"""
+
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest.mock import patch
+from weakref import WeakKeyDictionary, finalize
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import fsdp
+import train
+from optimizer import allocate_state
+
+try:
+    from torch._subclasses import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+except ImportError as e:
+    raise SystemExit(f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13")
+
+# What memory holds. A storage that was called two things is the first of them here: the shard
+# that FSDP gathers from is also an argument of the gather, and stays a parameter.
+KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
+
+
+def rehearse(cfg, world):
+    """A training step of rank 0:
+
+    timeline     bytes of each of KINDS after every change: (changes, kinds)
+    marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
+    collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}
+    """
+    # Two micro-batches take the memory of any number. With grad_sync=last the first one, the
+    # last one and those between send different amounts, so it takes three.
+    micro_batches = cfg.gradient_accumulation_steps // world.size
+    rehearsed = min(micro_batches, 3 if cfg.grad_sync == "last" else 2)
+    cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
+
+    on_gpu = world.device.type == "cuda"
+    ledger = Ledger(pins_host_memory=on_gpu)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
+    try:
+        with stand_ins(fake, ledger, cfg, on_gpu):
+            world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
+            model = train.meta_model(cfg)
+            wrapped = train.parallelize(model, cfg, world)
+            with fake, ledger:
+                timeline, marks = step(wrapped, model, cfg, world, ledger)
+    finally:
+        dist.destroy_process_group()
+
+    collectives = Counter()
+    for sent in ledger.collectives:
+        collectives.update(sent)  # adds
+    left_out = micro_batches - rehearsed
+    if left_out:  # each of them does what the last but one did
+        for key, size in ledger.collectives[-2].items():
+            collectives[key] += size * left_out
+    return timeline, marks, collectives
+
+
+def step(wrapped, model, cfg, world, ledger):
+    """train_step, while the ledger is told which tensors are what, and where the step is.
+    Returns its timeline."""
+    optimizer = train.make_optimizer(model, cfg)
+    allocate_state(optimizer)
+    on_host = {p for p in model.parameters() if ledger.kind(p) == "host"}
+    for p in model.parameters():
+        state = optimizer.state.get(p)  # None if it is frozen
+        if p in on_host:
+            ledger.label("host", state, pinned=False)  # no GPU copies it
+        else:
+            ledger.label("optimizer", state)
+    if cfg.dtype == "float8":
+        train.extra("float8", "dtype=float8").scale_each_step(model, optimizer)
+
+    def label_gradients(*args):
+        for p in model.parameters():
+            ledger.label("host" if p in on_host else "gradients", p.grad)
+
+    label_gradients()  # DDP's are there before the first backward
+    optimizer.register_step_pre_hook(label_gradients)
+    place_marks(model, optimizer, ledger)
+
+    x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
+    batches = SimpleNamespace(train=lambda step, micro: (x, x))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    train.train_step(wrapped, optimizer, scaler, batches, (x, x), 0, cfg, world)
+    return ledger.timeline()  # now: afterwards the optimizer's memory is freed
+
+
+def place_marks(model, optimizer, ledger):
+    """Hooks by which the ledger knows where the step is."""
+
+    def mark(where):
+        return lambda *args: ledger.mark(where)
+
+    def mark_backward(i):
+        def after_forward(block, args, out):
+            x, *_ = tree_leaves(out)  # one tensor or several
+            if x.requires_grad:
+                x.register_hook(mark(f"backward, block {i}"))
+        return after_forward
+
+    # First of all: FSDP's own hooks gather the root, which belongs to the forward.
+    model.register_forward_pre_hook(mark("forward"), prepend=True)
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(mark_backward(i))
+    model.blocks[-1].register_forward_hook(mark("forward, head"))
+    model.register_forward_hook(mark("backward, head"))
+    optimizer.register_step_pre_hook(mark("optimizer"))
+
+
+# ---------- the ledger --------------------------------------------------------
+
+
+# Operations of FSDP whose tensors are all of one kind.
+TELLING = {
+    "fsdp.all_gather_copy_in": "gathered",
+    "fsdp.chunk_cat": "gradients",
+    "c10d._reduce_scatter_base_": "gradients",
+}
+# (kind, which argument is the whole buffer, which is the group)
+COLLECTIVES = {
+    "c10d._allgather_base_": ("all_gather", 0, 2),
+    "c10d._reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "c10d.allreduce_": ("all_reduce", 0, 1),
+    "c10d.alltoall_base_": ("all_to_all", 1, 2),
+}
+
+
+@dataclass
+class Entry:
+    """What the ledger knows of a storage."""
+    size: int = 0  # bytes, now
+    kind: str = "activations"
+    pinned: bool = True  # if it is in host memory: do a GPU's copies begin or end there?
+
+
+class Ledger(TorchDispatchMode):
+    """How many bytes each storage takes from when to when. Its kind may turn out later: a
+    gradient is an activation until FSDP reduces it."""
+
+    def __init__(self, pins_host_memory):
+        super().__init__()
+        self.pins_host_memory = pins_host_memory
+        self.entries = WeakKeyDictionary()  # of the storages that are alive
+        self.changes = []  # [(entry, bytes more or less)]
+        self.marks = []  # [(number of changes before it, where)]
+        self.collectives = []  # a Counter for each micro-batch
+
+    def mark(self, where):
+        self.marks.append((len(self.changes), where))
+        if where == "forward":
+            self.collectives.append(Counter())
+
+    def label(self, kind, tensors, pinned=True):
+        """Note what the tensors of a pytree are."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, torch.Tensor):
+                self.note(storage_of(t), kind, pinned)
+
+    def kind(self, t):
+        return self.note(storage_of(t)).kind
+
+    def note(self, storage, kind="activations", pinned=True):
+        """Note a storage's size and kind; returns its entry."""
+        entry = self.entries.get(storage)
+        if entry is None:
+            entry = self.entries[storage] = Entry()
+            finalize(storage, lambda: self.changes.append((entry, -entry.size)))
+        size = storage.nbytes()
+        if size != entry.size:
+            self.changes.append((entry, size - entry.size))
+            entry.size = size
+        entry.kind = min(entry.kind, kind, key=KINDS.index)
+        entry.pinned &= pinned
+        return entry
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        """Every operation of the step comes here."""
+        if DTensor in types:
+            return NotImplemented  # the operation comes back with their local tensors
+        if op is torch.ops.prim.device.default:
+            return args[0].fake_device  # three calls in five; here it costs nothing
+        out = op(*args, **(kwargs or {}))
+        self.label("activations", out)
+
+        name = str(op).removesuffix(".default")
+        if name in TELLING:
+            self.label(TELLING[name], (args, kwargs))
+        elif name == "aten._to_copy" and self.kind(args[0]) == "parameters":
+            self.label("gathered", out)  # parameters in the compute type
+        if name in COLLECTIVES and self.collectives:
+            kind, buffer, group = COLLECTIVES[name]
+            ranks = dist.ProcessGroup.unbox(args[group]).size()
+            size = sum(t.nbytes for t in tree_leaves(args[buffer]))
+            self.collectives[-1][kind, ranks] += size
+        return out
+
+    def timeline(self):
+        """The step alone: row 0 is what there is before it, row n after n changes."""
+        changes = np.zeros((len(self.changes), len(KINDS)))
+        for row, (entry, size) in zip(changes, self.changes):
+            if entry.kind == "host" and entry.pinned and self.pins_host_memory:
+                size = int(np.sign(size)) * power_of_two(abs(size))
+            row[KINDS.index(entry.kind)] = size
+        start, _ = self.marks[0]
+        marks = [(n - start, where) for n, where in self.marks]
+        return changes.cumsum(axis=0)[start - 1:], marks
+
+
+def power_of_two(size):
+    """The bytes that PyTorch pins for so many: the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def storage_of(t):
+    """A tensor's memory. A DTensor wraps this rank's rows, and torchao wraps float8's rows."""
+    while is_traceable_wrapper_subclass(t):
+        inner, _ = t.__tensor_flatten__()
+        t = getattr(t, inner[0])
+    return t.untyped_storage()
+
+
+# ---------- stand-ins ---------------------------------------------------------
+
+
+@contextmanager
+def stand_ins(fake, ledger, cfg, on_gpu):
+    """What the rehearsal puts in place of PyTorch's own, where fake tensors need it, where
+    memory changes unseen, and where a CPU's kernel keeps other things than a GPU's."""
+    resize = torch.UntypedStorage.resize_
+    to_empty = torch.nn.Module.to_empty
+    to = torch.Tensor.to
+
+    def listed_resize(storage, size):  # FSDP's way to allocate and free what it gathers
+        resize(storage, size)
+        ledger.note(storage, "gathered")
+
+    memory = {}  # module: the kind of its parameters
+
+    def listed_fully_shard(module, offload_policy, **options):
+        is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+        for inner in module.modules():  # what is a unit by itself has been here before
+            memory.setdefault(inner, "host" if is_offloaded else "parameters")
+        fully_shard(module, offload_policy=offload_policy, **options)
+
+    def fake_to_empty(module, device, recurse=True):
+        with fake:  # no sooner: cutting fake tensors into 1,024 shards takes half a minute
+            to_empty(module, device=device, recurse=recurse)
+        for p in module.parameters(recurse):
+            ledger.label(memory.get(module, "parameters"), p)
+
+    def to_other_memory(t, *args, **kwargs):
+        if "non_blocking" not in kwargs:
+            return to(t, *args, **kwargs)
+        copy = t.clone()  # PyTorch would spare it, since all is on one CPU here
+        if ledger.kind(t) != "host":
+            ledger.label("host", copy)
+        return copy
+
+    def to_cpu(t):
+        copy = t.clone()
+        ledger.label("host", copy)
+        return copy
+
+    def update_nothing(*args, **kwargs):
+        """It works in place and allocates nothing. For fake DTensors PyTorch would run it on
+        copies of all of them."""
+
+    patches = [
+        patch.object(torch.UntypedStorage, "resize_", listed_resize),
+        patch.object(torch.nn.Module, "to_empty", fake_to_empty),
+        patch.object(torch.Tensor, "to", to_other_memory),
+        patch.object(torch.Tensor, "cpu", to_cpu),
+        patch.object(torch, "_fused_adamw_", update_nothing),
+        patch.object(fsdp, "fully_shard", listed_fully_shard),
+        patch.object(fsdp, "DistributedDataParallel", ddp_in(getattr(torch, cfg.reduce_dtype))),
+    ]
+    if on_gpu:
+        patches += gpu_kernels()
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        yield
+
+
+def gpu_kernels():
+    """Patches that keep for backward what a GPU's kernels keep."""
+    attention = F.scaled_dot_product_attention
+
+    def never(*args):
+        return False
+
+    # With dropout a CPU's kernel keeps T x T numbers, a GPU's does not.
+    def without_dropout(*args, dropout_p=0.0, **kwargs):
+        return attention(*args, **kwargs)
+
+    # A GPU's kernel keeps x and a number a row, as layer_norm does; a CPU's two more x in fp32.
+    def rms_norm(x, shape, weight=None, eps=None):
+        return F.layer_norm(x, shape, weight)
+
+    return [
+        patch("model.explicit_is_faster", never),  # attention written out is for CPUs only
+        patch.object(F, "scaled_dot_product_attention", without_dropout),
+        patch.object(F, "rms_norm", rms_norm),
+    ]
+
+
+def ddp_in(reduce_dtype):
+    """A class in place of DDP, whose reducer is C++ and needs real memory: it reduces each
+    gradient by itself, which holds and sends as many bytes as buckets do."""
+
+    class OneByOne(torch.nn.Module):
+        def __init__(self, module, **options):
+            super().__init__()
+            self.module = module
+            self.require_backward_grad_sync = True  # fsdp.set_grad_sync sets it
+            self.copies = []  # in reduce_dtype; NCCL keeps them until all is reduced
+            for p in module.parameters():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(self.reduce)
+
+        def forward(self, *args):
+            return self.module(*args)
+
+        def register_comm_hook(self, state, hook):
+            """It would reduce in reduce_dtype, and so does this class."""
+
+        def reduce(self, p):
+            if self.require_backward_grad_sync:
+                self.copies.append(p.grad.to(reduce_dtype))
+                dist.all_reduce(self.copies[-1])
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self.copies.clear)  # at the end of backward
+
+    return OneByOne

@@ -1,0 +1,72 @@
+"""
+extras/bench.py: its figures against each other, its traces. What it refuses: test_mistakes.py.
+
+    python -m pytest -q tests/test_bench.py
+"""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import TINY, Ranks, arguments
+from test_tools import plain_flops
+from torch.utils.flop_counter import FlopCounterMode
+
+from extras import bench
+
+
+def measured(*argv):
+    """The command on a machine of 1e6 FLOP/s, which it is told: measuring takes a second."""
+    bench.matmul_rate = lambda device, dtype: 1e6
+    bench.main(list(argv))
+
+
+def test_bench_figures_and_traces(tmp, tmp_path):
+    """Its figures against each other and against plain PyTorch's count of the FLOPs."""
+    traces = tmp_path / "traces"
+    model = arguments(tmp, tmp_path, gradient_accumulation_steps=2, bias=False)
+    p = Ranks(2, measured, *model, "--steps=3", "--strategies=ddp,full_shard",
+              "--variants=;batch_size=4", f"--profile={traces}").finish()
+    assert p.returncode == 0, p.stderr
+    names = ["strategy=ddp", "strategy=full_shard",
+             "batch_size=4 strategy=ddp", "batch_size=4 strategy=full_shard"]
+    expected, first = plain_flops(), None
+    for name, batch_size in zip(names, (2, 2, 4, 4)):
+        line = re.search(rf"^{name} +(\d.*) x its time$", p.stdout, re.M)[1]
+        numbers = [float(number.replace(",", "")) for number in re.findall(r"[\d.,]+", line)]
+        ms, fastest, slowest, tokens_per_s, of_matmul, memory, host, ratio = numbers
+        first = first or ms
+        tokens = 2 * batch_size * TINY["block_size"]
+        assert fastest <= ms <= slowest
+        assert tokens_per_s == pytest.approx(tokens / ms * 1e3, rel=0.1 / ms, abs=1)  # both rounded
+        assert of_matmul / 100 == pytest.approx(expected * tokens_per_s / 2 / 1e6, rel=0.001)
+        # the same figure on a CPU, but the second reading is a moment later
+        assert host == pytest.approx(memory, rel=0.02)
+        assert memory > 64 and " n/a " in line
+        assert ratio == pytest.approx(ms / first, rel=0.1 / min(ms, first), abs=1e-3)
+    assert len(re.findall(" x its time$", p.stdout, re.M)) == 4
+
+    # the profile: every rank's trace has the products, rank 0's table the collectives
+    for name in names:
+        assert f"\n{name}: 3 steps" in p.stdout
+        for rank in range(2):
+            with open(traces / f"trace-{name.replace(' ', '_')}-{rank}.json") as f:
+                ops = {e.get("name", "") for e in json.load(f)["traceEvents"]}
+            assert ops & {"aten::mm", "aten::addmm"}
+            collective = "reduce_scatter" if "full_shard" in name else "allreduce"
+            assert any(collective in op for op in ops)
+    assert "c10d::_reduce_scatter_base_" in p.stdout and "c10d::allreduce_" in p.stdout
+
+
+def test_bench_measures_the_machine(monkeypatch):
+    """The rate of its products is what PyTorch counts of them, on a machine of 1 GFLOP/s."""
+    def timer(statement, num_threads, globals):
+        with FlopCounterMode(display=False) as counter:
+            eval(statement, globals)
+        measured = SimpleNamespace(median=counter.get_total_flops() / 1e9)
+        return SimpleNamespace(blocked_autorange=lambda min_run_time: measured)
+
+    monkeypatch.setattr(bench, "Timer", timer)
+    assert bench.matmul_rate(torch.device("cpu"), torch.float32) == pytest.approx(1e9)

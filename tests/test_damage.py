@@ -1,0 +1,281 @@
+"""
+Damage to a checkpoint is noticed, and an older one taken. Nothing in one runs.
+
+    python -m pytest -q tests/test_damage.py
+
+test_data.py has the same for meta.pkl, and faults.py damages files between two runs.
+"""
+
+import os
+import pickle
+import random
+import shutil
+import zlib
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import Ranks, arguments, launch, read_ckpt, refused, tiny, trained
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+import checkpoint
+import sample
+import train
+from configurator import resolve
+from ranks import World
+
+NEW, OLD = "step-000000004", "step-000000002"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp):
+    """{kind: (out_dir with checkpoints of steps 2 and 4, {key: tensor} of step 4)}."""
+    out = {}
+    for kind in ("full", "sharded"):
+        directory = os.path.join(tmp, f"sound-{kind}")
+        run = dict(checkpoint=kind, gradient_accumulation_steps=2)
+        launch(2, arguments(tmp, directory, max_iters=4, eval_interval=2, **run))
+        source = checkpoint.find(directory, World())
+        out[kind] = directory, {key: source.get(key) for key in source.shapes}
+    return out
+
+
+@pytest.fixture
+def out(sound, tmp_path):
+    """A copy of the sharded ones, to spoil."""
+    return shutil.copytree(sound["sharded"][0], tmp_path / "out")
+
+
+def found(out):
+    """The step of the newest intact checkpoint, None if all are damaged."""
+    try:
+        return checkpoint.find(str(out), World()).header["iter_num"]
+    except SystemExit as e:
+        assert "damaged" in e.code or "not readable" in e.code
+        assert "pass another out_dir" in e.code and "\n" not in e.code
+        return None
+
+
+# -----------------------------------------------------------------------------
+# bytes
+
+
+def spoiled(good, rng, i):
+    """A bit turned, 512 bytes zeroed, or the end gone."""
+    data, at = bytearray(good), rng.randrange(len(good))
+    if i % 3 == 0:
+        data[at] ^= 1 << rng.randrange(8)
+    elif i % 3 == 1:
+        data[at:at + 512] = bytes(len(data[at:at + 512]))
+    else:
+        data = data[:at]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_damage_never_loads(sound, tmp_path, kind):
+    """
+    60 times, in each file of the newest checkpoint: it is refused, or, of a full one, every tensor
+    is as it was (a zip has bytes that mean nothing).
+    """
+    out = shutil.copytree(sound[kind][0], tmp_path / "out")
+    names = ["ckpt.pt"]
+    if kind == "sharded":
+        names = [".metadata", "__0_0.distcp", "__1_0.distcp", "header.json"]
+        assert sorted(os.listdir(out / NEW)) == names
+    rng, noticed = random.Random(4), 0
+    for i in range(60):
+        path = (out / NEW if kind == "sharded" else out) / names[i // 3 % len(names)]
+        good = path.read_bytes()
+        data = spoiled(good, rng, i)
+        path.write_bytes(data)
+        step = found(out)
+        if step == 4 and data != good:
+            assert kind == "full"
+            source = checkpoint.find(str(out), World())
+            assert all(torch.equal(source.get(key), t) for key, t in sound[kind][1].items()), i
+        elif step != 4:
+            assert step == (2 if kind == "sharded" else None)
+            noticed += 1
+        path.write_bytes(good)
+    assert noticed > 40 and found(out) == 4
+
+
+def test_damage_anywhere_in_the_header_is_noticed(out):
+    """Every byte of it, one bit each, and many lengths."""
+    file = out / NEW / "header.json"
+    good = file.read_bytes()
+    rng = random.Random(5)
+    flipped = [good[:i] + bytes([good[i] ^ 1 << rng.randrange(8)]) + good[i + 1:]
+               for i in range(len(good))]
+    for data in [*flipped, *(good[:n] for n in range(0, len(good), 16)), good + b" ", b"[]"]:
+        file.write_bytes(data)
+        with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+            checkpoint.read_header(str(out / NEW))
+    file.write_bytes(b"[]")
+    assert found(out) == 2
+
+
+def test_damage_of_metadata_is_noticed_before_anything_is_unpickled(out):
+    path = out / NEW / ".metadata"
+    path.write_bytes(path.read_bytes() + b" ")
+    with patch.object(checkpoint.MetadataReader, "read_metadata", side_effect=AssertionError):
+        with pytest.raises(ValueError):
+            checkpoint.open_sharded(str(out / NEW))
+    assert found(out) == 2
+
+
+@pytest.mark.parametrize("a, b, left", [
+    (f"{NEW}/__0_0.distcp", f"{NEW}/__1_0.distcp", 2),  # of another rank
+    (f"{NEW}/__0_0.distcp", f"{OLD}/__0_0.distcp", None),  # of another step
+    (f"{NEW}/header.json", f"{OLD}/header.json", None),
+    (f"{NEW}/.metadata", f"{NEW}/header.json", 2)])
+def test_damage_swapped_files_are_noticed(out, a, b, left):
+    swapped = (out / b).read_bytes(), (out / a).read_bytes()
+    assert swapped[0] != swapped[1]
+    (out / a).write_bytes(swapped[0])
+    (out / b).write_bytes(swapped[1])
+    assert found(out) == left
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "header.json"])
+def test_damage_a_file_of_another_step_or_none_is_noticed(out, name):
+    shutil.copy(out / OLD / name, out / NEW / name)
+    assert found(out) == 2
+    os.remove(out / NEW / name)
+    assert found(out) == 2
+
+
+@pytest.mark.parametrize("world, what", [(1, "one"), (2, "one"), (2, "all")])
+def test_damage_is_said_and_the_run_goes_on_from_the_older_one(out, tmp, world, what):
+    """Or stops, where none is left. On two ranks one alone sees the damage."""
+    for path in [out / NEW / "__1_0.distcp", out / OLD / "__0_0.distcp"][:1 + (what == "all")]:
+        path.write_bytes(path.read_bytes()[:-100])
+    run = dict(checkpoint="sharded", gradient_accumulation_steps=2)
+    p = trained(world, arguments(tmp, out, init_from="auto", max_iters=6, **run))
+    assert str(out / NEW) in p.stderr and "remove it" in p.stderr
+    assert p.stderr.count("\n") == 1, p.stderr
+    if what == "all":
+        assert p.returncode == 1
+    else:
+        assert p.returncode == 0 and "at step 2" in p.stdout, p.stderr
+
+
+def test_damage_of_a_full_one_falls_back_to_what_lies_beside_it(sound, out):
+    with open(os.path.join(sound["full"][0], "ckpt.pt"), "rb") as f:
+        good = f.read()
+    shutil.rmtree(out / NEW)
+    for data, step in ((good, 4), (good[:1000], 2), (b"", 2), (b"hello" * 100, 2)):
+        (out / "ckpt.pt").write_bytes(data)
+        assert found(out) == step
+
+
+# -----------------------------------------------------------------------------
+# what a file says
+
+
+def resumed(tmp, out):
+    """The model and optimizer that a run with init_from=resume begins with."""
+    cfg = resolve(tiny(tmp, out_dir=str(out), init_from="resume"), World())
+    cfg, source, _ = train.start(cfg, World())
+    return train.build(cfg, World(), source)
+
+
+class RunsCode:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+ODD = [  # an edit of ckpt.pt, what the line says
+    (lambda c: c["config"].update(model="out-x.evil"), "model='out-x.evil'"),
+    (lambda c: c["config"].update(seed=RunsCode("ran")), "tensors and plain values"),
+    (lambda c: c["model_args"].update(vocab_size="67"), "vocab_size='67' must be a whole number"),
+    (lambda c: c["model_args"].update(n_embd=30.5), "n_embd=30.5 must be a whole number"),
+    (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),
+     "transformer.h.3.ln_1.weight"),
+    (lambda c: c["model"].pop("transformer.h.2.ln_1.weight"), "transformer.h.2.ln_1.weight"),
+    (lambda c: c.update(param_names=c["param_names"][:2]), "not readable")]
+
+
+@pytest.mark.parametrize("edit, message", ODD)
+def test_damage_of_what_a_full_one_means_is_one_line(
+        sound, tmp, tmp_path, monkeypatch, edit, message):
+    ckpt = read_ckpt(sound["full"][0])
+    edit(ckpt)
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    monkeypatch.chdir(tmp_path)  # where the code would run
+    line = refused(resumed, tmp, tmp_path)
+    assert message in line and "weights_only" not in line
+    assert sorted(os.listdir(tmp_path)) == ["ckpt.pt"]
+
+
+@pytest.mark.parametrize("edit, anew", [
+    (lambda state: None, 0), (lambda state: state.pop(3), 1), (dict.clear, 40),
+    (lambda state: state[3].pop("exp_avg"), 1)])
+def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, capsys, edit, anew):
+    ckpt = read_ckpt(sound["full"][0])
+    edit(ckpt["optimizer"]["state"])
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    model, optimizer = resumed(tmp, tmp_path)
+    line = f"{tmp_path}/ckpt.pt lacks optimizer state of {anew} parameters"
+    assert (line in capsys.readouterr().out) == (anew > 0)
+    assert len(optimizer.state) == 40 - anew
+    model(*torch.ones(2, 1, 4, dtype=torch.long))[1].backward()
+    optimizer.step()
+
+
+# -----------------------------------------------------------------------------
+# nothing runs
+
+
+def attack_directly(metadata, trap):
+    metadata.planner_data = RunsCode(trap)
+
+
+def attack_by_bytes(metadata, trap):
+    """PyTorch would load this entry with pickle: it claims to be no tensor."""
+    key = next(iter(metadata.state_dict_metadata))
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+
+
+def attack_by_attribute(metadata, trap):
+    """A dotted name walks from an admitted class to another object."""
+    metadata.planner_data = Metadata.__init__
+
+
+@pytest.mark.parametrize("attack", [attack_directly, attack_by_bytes, attack_by_attribute])
+def test_security_metadata_runs_no_code(out, tmp, tmp_path, attack):
+    """Through every door: resume, sample, the command; and where PyTorch itself reads it."""
+    step, trap = out / NEW, tmp_path / "ran"
+    shutil.rmtree(out / OLD)
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    attack(metadata, str(trap))
+    crafted = pickle.dumps(metadata)
+    (step / ".metadata").write_bytes(crafted)
+    header = checkpoint.read_header(str(step))
+    header["files"][".metadata"] = zlib.crc32(crafted)  # an attacker would do so too
+    (step / "header.json").write_text(checkpoint.sealed(header))
+    resume = arguments(tmp, out, init_from="resume", max_iters=6)
+    for file, argv in [(train, resume), (sample, [f"--out_dir={out}"]),
+                       (checkpoint, ["full", str(out)])]:
+        p = Ranks(1, file.main, argv).finish()
+        assert p.returncode == 1 and "it wants to run" in p.stderr, p.stderr
+        assert p.stderr.count("\n") == 1
+    reader = checkpoint.MetadataReader(str(step))
+    with pytest.raises(BaseException, match="it wants to run"):
+        dcp.load({"model.x": torch.zeros(1)}, storage_reader=reader, no_dist=True)
+    assert not trap.exists()
+
+
+def test_security_pytorch_alone_would_have_run_it(tmp_path):
+    """The trap is a real one."""
+    dcp.save({"x": torch.zeros(1)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    attack_directly(metadata, str(tmp_path / "ran"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    dcp.FileSystemReader(tmp_path).read_metadata()
+    assert (tmp_path / "ran").exists()

@@ -1,0 +1,198 @@
+"""
+What is refused, in all commands: one line with the key and a remedy, exit code 1, no traceback.
+
+    python -m pytest -q tests/test_mistakes.py
+"""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from harness import HERE, Ranks, arguments, read_ckpt, refused, run_training, script
+
+import train
+from configurator import load_config, resolve
+from ranks import World
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before its library is imported, which looks once
+
+# Below each command its mistakes, several with a ; between them, and after the | the remedy. The
+# line must name the key of the last word, or the path that it is. ODD/ has the files below.
+# "load" only reads the keys, "resolve" asks what they mean on two ranks, "two_ranks" trains.
+TABLE = r"""
+load
+  --n_lyaer=2; ODD/unknown.py | n_layer
+  --kind=b; --model=llama --dropout=0.1; --model=llama --bias=True | --help
+  --n_layer; config/none.py | --key=value
+  ODD/syntax.py; ODD/exits.py | config file
+  --n_layer=twelve; --n_layer=True; --n_layer=1.5; --max_iters=1e400; ODD/text.py | whole number
+  --n_layer=0; --batch_size=0; --model=llama --n_inner=0 | at least 1
+  --n_layer=1e9 | at most 10000
+  --learning_rate=1e400; --learning_rate=-1; --model=llama --norm_eps=x | finite
+  --compile=maybe; --compile=1; --model=llama --qk_norm=1; ODD/truth.py | True or False
+  --out_dir=; --dataset= | path
+  --dropout=1.0; --beta1=1.0 | below 1
+  --cpu_offload=1.5 | fraction
+  --dtype=fp8 | 'float32'
+  --device=tpu | cuda
+  --n_head=12 --n_embd=100; --model=llama --n_embd=577 | multiple of n_head
+  --model=llama --n_kv_head=4 | multiple of n_kv_head
+  --model=llama --head_dim=63 | even
+  --model=moe --n_active=5 | n_expert=4
+resolve
+  --strategy=single | python train.py
+  --gradient_accumulation_steps=3 | multiple of 2
+  --strategy=ddp --cpu_offload=0.5; --strategy=ddp --wrap_min_params=10 | full_shard
+  --strategy=ddp --prefetch_blocks=1; --strategy=ddp --dtype=float8 | full_shard
+  --strategy=full_shard --shard_group_size=2 | hybrid_shard
+  --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
+  --activation_offload=True | --activation_checkpointing=full
+  --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full
+  --compile=True --activation_checkpointing=full --activation_offload=True | --compile=False
+  --backend=nccl | --backend=auto
+  --dtype=float16 --cpu_offload=0.5; --dtype=float8 --cpu_offload=0.5 | --dtype=bfloat16
+  --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
+  --compile=True --loss_chunks=2 --wrap_min_params=9 | --wrap_min_params=0
+  --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0
+train.py
+  --strategy=full_shard | torchrun
+  --reduce_dtype=bfloat16; --grad_sync=last | it is for ddp
+  --dataset=nowhere | data/prepare.py
+  --dataset=ODD/folder | file of tokens
+  --dataset=ODD/empty; --dataset=ODD/half | prepare it again
+  --dataset=ODD/list; --dataset=ODD/text; --dataset=ODD/zero; --dataset=ODD/huge | again
+  --dataset=ODD/beyond | tokenizer
+  --dataset=ODD/short; --block_size=100000 | lower it
+  --freeze=nothing; --freeze=. | names look like transformer.
+  --freeze=( | regular expression
+  --device=cuda:99 | --device=cpu
+  --init_from=no/such/dir | local directory
+  --init_from=ODD/nothing | config.json
+  --init_from=resume | use scratch
+  --out_dir=/proc/x; --out_dir=ODD/a.txt/out | pass another
+  --n_embd=3e6 --batch_size=1; --n_embd=3e9 --batch_size=1; --batch_size=1e10 | lower batch_size
+two_ranks
+  --n_lyaer=2 | n_layer
+  --dataset=nowhere | data/prepare.py
+  --out_dir=/proc/x | pass another
+train.py --init_from=resume --eval_only=True
+  --out_dir=ODD/out-number; --out_dir=ODD/out-loss | another out_dir
+  --out_dir=ODD/out-shorter; --out_dir=ODD/out-moments | of another model
+  --out_dir=ODD/whole --n_layer=2 | --n_layer=3
+  --out_dir=ODD/whole --n_embd=60; --out_dir=ODD/whole --block_size=32 | pass --
+  --out_dir=ODD/whole --optimizer=muon | --optimizer=adamw
+sample.py
+  --num_samples=0; --temperature=-1; --temperature=nan; --seed=9223372036854775808 | at least
+  --bogus; --top_k=x | argument
+  --start=FILE:/nowhere | No such file
+  --out_dir=ODD/nothing; --out_dir=ODD/nothing --init_from=scratch | --out_dir
+extras/bench.py
+  --steps=0 | at least 1
+  --stepz=3 | steps
+  --variants=strategy=dpp | 'ddp'
+  --variants=strategy=ddp | torchrun
+  --profile=ODD/a.txt | another path
+extras/plan.py
+  --world_size=96 config/gpt3_175b.py --shard_group_size=128 | divisor of 96
+  --world_size=100000000 | 16384
+  --world_size=0; --gpu_memory=-1; --gpu_memory=nan; --host_memory=0; --gpus_per_node=0 | above 0
+  --world_size=1.5; --host_memory=much | value
+  --strategy=zero | full_shard
+  --world_size=8 --strategy=single | python train.py
+  --world_size=8 --strategy=ddp --cpu_offload=0.5 | hybrid_shard
+  --gpu=H100 | --help
+  --wrold_size=8 | world_size
+  --gpu_memry=8 | gpu_memory
+  --plot=/nowhere/x.png; --plot=x.xyz | .png
+checkpoint.py
+  full ODD/nothing | no checkpoint
+extras/huggingface.py
+  ODD/nothing ODD/nothing | no checkpoint
+data/prepare.py x --tokenizer=bytes --out=ODD/new
+  ODD/empty.txt --out=ODD/new; ODD/empty.jsonl --out=ODD/new | more text
+  ODD/empty.jsonl ODD/body.jsonl; ODD/list.jsonl | --column
+  ODD/bad.txt; ODD/bad.csv | UTF-8
+  ODD/a.md; ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt | .jsonl
+  some/dataset | network
+  ODD/a.txt --limit=0; ODD/a.txt --val_fraction=1 | at least 1
+  ODD/a.txt --limit=x; ODD/a.txt --bogus | argument
+  ODD/a.txt --out=ODD/a.txt; ODD/a.txt --out=/proc/x | --out
+  ODD/a.txt --tokenizer=ODD/tokenizer.json | tokenizers
+  ODD/a.txt --tokenizer=ODD/none.json | local directory
+data/shakespeare_char/prepare.py
+  --input=ODD/a.txt | sha256
+  --input=ODD/none | --input
+  --bogus | argument
+data/python_stdlib/prepare.py
+  --out=/proc/x | --out
+"""
+
+FILES = {  # in latin-1
+    "unknown.py": "n_lyaer = 2", "text.py": "n_layer = 'twelve'", "syntax.py": "n_layer = (",
+    "truth.py": "compile = 1", "exits.py": "exit()", "a.txt": "x", "a.md": "x", "empty.txt": "",
+    "empty.jsonl": "", "bad.txt": "abc \xff", "bad.csv": "text\n\xff\n", "tokenizer.json": "{}",
+    "body.jsonl": '{"body": "x"}\n', "list.jsonl": '{"text": ["a"]}\n',
+    # in copies of the toy data
+    "list/meta.json": "[1]", "text/meta.json": '{"vocab_size": "67"}',
+    "zero/meta.json": '{"vocab_size": 0}', "huge/meta.json": '{"vocab_size": 1000000000000}',
+    "empty/train.bin": "", "half/train.bin": "\0" * 101, "short/train.bin": "\0" * 32,
+    "beyond/train.bin": "\x43\0" * 99}  # tokens of 67
+
+
+@pytest.fixture(scope="session")
+def odd(tmp):
+    """The directory ODD."""
+    path = os.path.join(tmp, "odd")
+    for name in ("nothing", "folder/train.bin"):
+        os.makedirs(os.path.join(path, name))
+    for name, text in FILES.items():
+        if "/" in name:
+            shutil.copytree(os.path.join(tmp, "toy"), os.path.join(path, os.path.dirname(name)))
+        with open(os.path.join(path, name), "w", encoding="latin-1") as f:
+            f.write(text)
+    run_training(tmp, "odd/whole", max_iters=1)
+    sound = read_ckpt(os.path.join(path, "whole"))
+    shorter = {name: t[:-1] if t.dim() == 2 else t for name, t in sound["model"].items()}
+    state = sound["optimizer"]["state"]
+    moments = {"state": {**state, 0: {**state[0], "exp_avg": torch.zeros(3, 3)}}}
+    changes = dict(number=dict(model=3), loss=dict(best_val_loss="low"),
+                   shorter=dict(model=shorter), moments=dict(optimizer=moments))
+    for name, change in changes.items():
+        os.makedirs(os.path.join(path, f"out-{name}"))
+        torch.save({**sound, **change}, os.path.join(path, f"out-{name}", "ckpt.pt"))
+    return path
+
+
+def rows():
+    rows, command = [], None
+    for line in TABLE.strip().splitlines():
+        if line.startswith(" "):
+            mistakes, _, remedy = line.strip().rpartition(" | ")
+            rows += [(command, mistake, remedy) for mistake in mistakes.split("; ")]
+        else:
+            command = line
+    return rows
+
+
+@pytest.mark.parametrize("command, mistake, remedy", rows())
+def test_mistake_is_one_line(tmp, odd, tmp_path, monkeypatch, command, mistake, remedy):
+    monkeypatch.chdir(HERE)
+    command, *argv = f"{command} {mistake}".replace("ODD", odd).split()
+    if command.startswith(("resolve", "two_ranks", "train", "extras/bench")):
+        argv = [*arguments(tmp, tmp_path / "out", max_iters=1), *argv]
+    if command == "load":
+        said = refused(load_config, argv)
+    elif command == "resolve":
+        said = refused(resolve, load_config(argv), World(size=2, local_size=2), True)
+    else:
+        on_two = command == "two_ranks"
+        p = Ranks(2, train.main, argv).finish(60) if on_two else script(command, *argv)
+        said = p.stderr.strip()
+        assert p.returncode == 1 and "\n" not in said, said
+    if "No module named" in said:
+        pytest.skip(said)
+    key, _, value = argv[-1].removeprefix("--").partition("=")
+    names = [key, value] if re.search("[/=]", value) else [key]
+    assert any(name in said for name in names) and remedy in said, said

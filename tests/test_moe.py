@@ -1,0 +1,47 @@
+"""
+moe.py against experts that are asked token by token. What every model must do is in
+test_contract.py.
+
+    python -m pytest -q tests/test_moe.py
+"""
+
+import pytest
+import torch
+from harness import plain_model, tiny
+from torch.nn import functional as F
+
+pytest.importorskip("extras.moe")
+
+
+@pytest.mark.parametrize("n_expert, n_active", [(4, 2), (5, 1), (3, 3)])
+@torch.no_grad()
+def test_moe_asks_the_best_experts_of_each_token(tmp, n_expert, n_active):
+    cfg = tiny(tmp, model="moe", n_expert=n_expert, n_active=n_active)
+    experts = plain_model(cfg).blocks[1].mlp
+    experts.router.weight.normal_()
+    x = torch.randn(2, 16, 30)
+    answer, unbalanced = experts(x)
+    chances = (x @ experts.router.weight.T).softmax(-1)
+    asked = torch.zeros(n_expert)
+    for token, chance, got in zip(x.view(32, 30), chances.view(32, -1), answer.view(32, 30)):
+        expected = torch.zeros(30)
+        for e in chance.argsort(descending=True)[:n_active]:
+            y = experts.c_proj[e] @ F.gelu(experts.c_fc[e] @ token)
+            expected += chance[e] * y
+            asked[e] += 1
+        assert torch.allclose(got, expected, atol=1e-5)
+    balance = n_expert * (asked / asked.sum() * chances.mean((0, 1))).sum()
+    assert unbalanced.item() == pytest.approx(balance.item(), rel=1e-5)
+    experts.router.weight.zero_()
+    assert experts(x)[1].item() == pytest.approx(1)  # all chances are equal
+
+
+def test_moe_loss_has_the_blocks_mean_imbalance_as_its_second_term(tmp):
+    idx, losses = torch.arange(32).view(2, 16), []
+    for balance in (0.0, 0.5):
+        model = plain_model(tiny(tmp, model="moe", balance=balance))
+        seen = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out[1].item()))
+        losses.append(model(idx, idx)[1].item())
+    assert losses[1] - losses[0] == pytest.approx(0.5 * sum(seen) / len(seen), rel=1e-4)
