@@ -65,7 +65,7 @@ def flat_state(model, optimizer=None):
     now; of tied parameters the first name."""
     tensors = {}
     for name, p in model.named_parameters():
-        tensors[f"model.{name}"] = plain(p.detach())
+        tensors[f"model.{name}"] = without_float8_wrapper(p.detach())
         if optimizer and p in optimizer.state:
             for key, t in optimizer.state[p].items():
                 assert isinstance(t, torch.Tensor), f"{key} of {name}: see optimizer.py"
@@ -73,7 +73,7 @@ def flat_state(model, optimizer=None):
     return tensors
 
 
-def plain(t):
+def without_float8_wrapper(t):
     """t without the wrapper that torchao puts around a float8 parameter's rows, where FSDP2
     finds what to gather. Files hold plain fp32."""
     rows = getattr(t, "_local_tensor", None)
@@ -489,7 +489,8 @@ class Saver:
         if self.saving:
             self.saving.result()
             self.saving = None
-            from_rank0(self.world, lambda: None)  # until rank 0 has completed it
+            # Wait until rank 0 has completed it too.
+            from_rank0(self.world, lambda: None)
 
 
 # ---------- writing: all or nothing -------------------------------------------
