@@ -1,7 +1,7 @@
 """
 The proofs about sharding: the same numbers in every mode, by the mechanism that was asked for.
 
-    python -m pytest -q test_fsdp.py          # on a CPU with gloo, about two minutes
+    python -m pytest -q test_fsdp.py          # on a CPU with gloo, about a minute
 
 A case is a function that runs on every rank and returns what it found; one launch per world size
 runs all cases of that size. The tests compare with plain PyTorch, or with closed formulas.

@@ -198,7 +198,8 @@ ODD = [  # an edit of ckpt.pt, what the line says
     (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),
      "transformer.h.3.ln_1.weight"),
     (lambda c: c["model"].pop("transformer.h.2.ln_1.weight"), "transformer.h.2.ln_1.weight"),
-    (lambda c: c.update(param_names=c["param_names"][:2]), "not readable")]
+    (lambda c: c.update(param_names=c["param_names"][:2]), "not readable"),
+    (lambda c: c.pop("iter_num"), "iter_num")]
 
 
 @pytest.mark.parametrize("edit, message", ODD)

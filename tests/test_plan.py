@@ -40,7 +40,6 @@ GIB = 2**30
 MACHINE = SimpleNamespace(strategy=None, gpus_per_node=8, gpu_memory=80 * GIB, host_memory=math.inf)
 SMALL = ["--n_layer=3", "--n_head=6", "--n_embd=384", "--block_size=512", "--batch_size=4"]
 HYBRID = ["--strategy=hybrid_shard", "--shard_group_size=4"]
-ACTIVATIONS = KINDS.index("activations")
 
 
 def placed(size, *argv):
