@@ -354,8 +354,12 @@ def conflicts(cfg, world, distributed):
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside of what is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
-    compilers = (os.environ.get("CXX", "g++"), "clang++")
-    no_compiler = kind == "cpu" and not any(map(shutil.which, compilers))
+    # Inductor writes C++ for CPUs; for GPUs Triton builds its launcher in C.
+    compilers = {
+        "cpu": (os.environ.get("CXX", "g++"), "clang++"),
+        "cuda": (os.environ.get("CC", "gcc"), "clang"),
+    }.get(kind, ("true",))
+    no_compiler = not any(map(shutil.which, compilers))
     table = [
         ("strategy", alone_or_not,
          "single needs python train.py, the others torchrun --standalone --nproc_per_node=2"),
@@ -380,7 +384,7 @@ def conflicts(cfg, world, distributed):
          "use --wrap_min_params=0, or full checkpointing with --compile=False "
          "--prefetch_blocks=0"),
         ("compile", cfg.compile and no_compiler,
-         "compiling for a CPU needs a C++ compiler; install g++, or use --compile=False"),
+         f"compiling needs {' or '.join(compilers)}; install one, or use --compile=False"),
     ]
     parallel = STRATEGIES[1:]
     only = {

@@ -116,6 +116,9 @@ class Log:
         self.tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
         self.peak_flops = peak_flops(world.device)
         self.flops = 0  # of a step; see count_flops
+        if world.device.type == "cuda":
+            # What a step takes, not what building the model took.
+            torch.cuda.reset_peak_memory_stats(world.device)
         self.file = self.wandb = self.tensorboard = None
         if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
             return

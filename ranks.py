@@ -48,10 +48,17 @@ def setup(device, backend, cpu_offload=0.0):
         return World(device=pick_device(device))
     rank = int(env["RANK"])
     size = int(env["WORLD_SIZE"])
+    gpus = torch.cuda.device_count()
+    if device == "auto" and 0 < gpus < size == local_size:
+        # On one node, where all ranks see the same: two processes to try things on one GPU.
+        if rank == 0:
+            print(f"device=auto: {size} processes, but {gpus} GPU here, so all take the CPU")
+        device = "cpu"
     device = pick_device(device, int(env.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         open_group(rank, size, device, backend)
     patient_group()  # made now, while all ranks are here
+    connect(dist.group.WORLD, device)
     return World(rank, size, device, local_size)
 
 
@@ -68,6 +75,21 @@ def open_group(rank, size, device, backend):
         backends = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def connect(group, device):
+    """Run each collective once in the group (collective). NCCL connects at first use, and
+    takes its memory then: now there is room for it. And a network that does not work shows
+    before a minute of compiling. Gloo has connected already."""
+    if "nccl" not in dist.get_backend_config(group):
+        return
+    one = torch.ones(1, device=device)
+    each = torch.ones(dist.get_world_size(group), device=device)  # one from each rank
+    dist.all_gather_into_tensor(each, one, group=group)
+    dist.reduce_scatter_tensor(one, each, group=group)
+    dist.all_reduce(one, group=group)
+    dist.all_to_all_single(each, each.clone(), group=group)
+    each.tolist()  # wait for them
 
 
 @functools.cache
@@ -140,11 +162,16 @@ def from_rank0(world, action):
 
 
 class StopSignal:
-    """Notes SIGTERM and Ctrl-C, so that all ranks can stop after the same step."""
+    """Notes SIGTERM and Ctrl-C, so that all ranks can stop after the same step.
+
+    ask() before a step, requested() after it: between the two the ranks exchange what they
+    have received, in the background. Many ranks take milliseconds for that."""
 
     def __init__(self, world):
         self.world = world
         self.received = False
+        self.any_received = torch.zeros(())
+        self.exchange = None
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
 
@@ -155,12 +182,20 @@ class StopSignal:
         if not dist.is_initialized():
             signal.signal(number, signal.SIG_DFL)
 
-    def requested(self):
-        """Has any rank got a signal? The same answer on all of them (collective)."""
-        flag = torch.tensor(float(self.received))
+    def ask(self):
+        """Begin to exchange (collective)."""
+        self.any_received.fill_(self.received)
         if self.world.size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+            self.exchange = dist.all_reduce(
+                self.any_received, dist.ReduceOp.MAX, async_op=True)
+
+    def requested(self):
+        """Had any rank got a signal when all of them asked? The same answer on each."""
+        if self.world.size == 1:
+            return self.received
+        if self.exchange:
+            self.exchange.wait()
+        return bool(self.any_received)
 
 
 # ---------- leave -------------------------------------------------------------

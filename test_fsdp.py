@@ -440,7 +440,7 @@ def case_overflow(tmp, **overrides):
     """float16: an overflow on one rank only."""
     run = built(tmp, dtype="float16", **overrides)
     rank = run.world.rank
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(run.world.device.type, init_scale=1024.0)
     steps(run, scaler=scaler)
     weights = whole(run)
     scale = [scaler.get_scale()]

@@ -26,7 +26,7 @@ from data.loader import Batches, data_dir, read_meta
 from metrics import Log, describe
 from model import derive_seed
 from optimizer import allocate_state, learning_rate_at, make_adamw
-from ranks import StopSignal, all_reduce_mean_, from_rank0, print0, run, setup
+from ranks import StopSignal, all_reduce_mean_, connect, from_rank0, print0, run, setup
 
 # ---------- build: model, strategy, optimizer, values -------------------------
 
@@ -90,7 +90,8 @@ def parallelize(model, cfg, world):
     model.loss_chunks = cfg.loss_chunks
     if cfg.dtype == "float8":
         float8 = extra("float8", wanted_by="dtype=float8")
-        float8.convert(model, world.device.type, sharded)
+        group = cfg.shard_group_size or world.size
+        float8.convert(model, world.device.type, shard_group=group if sharded else 0)
     # Inside of what is compiled and sharded: recomputation then finds the block gathered.
     if cfg.activation_checkpointing != "none":
         fsdp.checkpoint_activations(
@@ -114,10 +115,13 @@ def parallelize(model, cfg, world):
         fsdp.compile_blocks(model.blocks)
         if hasattr(model, "head_loss"):
             model.head_loss = torch.compile(model.head_loss)
+    mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
+    for group in mesh.get_all_groups():
+        connect(group, world.device)
     fsdp.shard(
         model,
         fsdp.find_units(model, model.blocks, cfg.wrap_min_params),
-        fsdp.make_mesh(world.device.type, cfg.shard_group_size),
+        mesh,
         param_dtype=DTYPES[cfg.dtype],
         reduce_dtype=DTYPES[cfg.reduce_dtype],
         reshard_after_forward=cfg.strategy != "shard_grad_op",
@@ -333,7 +337,8 @@ def train(cfg):
         if done:
             break
 
-        # Else one optimizer step.
+        # Else one optimizer step, during which the ranks exchange stop signals.
+        stop.ask()
         scale = scaler.get_scale() if scaler.is_enabled() else None  # waits for the GPU
         loss, norm, batch = train_step(
             wrapped, optimizer, scaler, batches, batch, step, cfg, world)

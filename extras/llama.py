@@ -109,8 +109,9 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, -1, hs)  # (B, T, nkv, hs)
         v = self.v_proj(x).view(B, T, -1, hs)
         if self.config.qk_norm:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+            # On CUDA autocast runs RMSNorm in fp32, and leaves its output so.
+            q = self.q_norm(q).type_as(v)
+            k = self.k_norm(k).type_as(v)
         q = q.transpose(1, 2)  # (B, nh, T, hs)
         k = k.transpose(1, 2)  # (B, nkv, T, hs)
         v = v.transpose(1, 2)

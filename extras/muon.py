@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
 
         # To the owners, among the ranks that share a copy.
         mine = rows[sum(sizes[:first]):sum(sizes[:first + copy])]
-        if mesh:
+        if copy > 1:
             sent = mine
             mine = sent.new_empty(copy * sizes[rank])
             dist.all_to_all_single(

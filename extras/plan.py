@@ -2,7 +2,7 @@
 What will a config cost? Memory and traffic of a step, on GPUs that you need not have.
 
     python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu_memory=80
-    python -m extras.plan config/gpt3_13b.py --gpu_memory=139 --host_memory=128 --cpu_offload=0.4
+    python -m extras.plan config/gpt3_13b.py --gpu_memory=139 --host_memory=256 --cpu_offload=0.4
     python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu_memory=48 --plot=memory.png
 
 Every number is rehearsed (rehearse.py): the real step, on fake tensors, as rank 0 of that
@@ -42,7 +42,12 @@ def plan(cfg, world, machine):
     on_device = timeline[:, 1:].sum(axis=1)
     top = int(on_device.argmax())
     peak = on_device[top]
-    host = timeline[:, 0].max() * world.local_size  # its neighbours hold as much
+    host = timeline[:, 0].max()
+    if cfg.checkpoint == "sharded":
+        # A save copies this rank's rows of parameters and moments: what there is at rest.
+        rest = dict(zip(KINDS, timeline[0]))
+        host += rest["host"] + rest["parameters"] + rest["optimizer"]
+    host *= world.local_size  # its neighbours hold as much
     marks_before = [where for start, where in marks if start < top]
 
     row = dict(zip(ON_DEVICE, timeline[top, 1:]))

@@ -306,6 +306,7 @@ def stand_ins(fake, ledger, cfg, on_gpu):
 def gpu_kernels():
     """Patches that keep for backward what a GPU's kernels keep."""
     attention = F.scaled_dot_product_attention
+    layer_norm = F.layer_norm
 
     def never(*args):
         return False
@@ -314,13 +315,21 @@ def gpu_kernels():
     def without_dropout(*args, dropout_p=0.0, **kwargs):
         return attention(*args, **kwargs)
 
+    # A GPU's kernel keeps a byte for each number, a CPU's as many as x has.
+    def dropout(x, p=0.5, training=True, inplace=False):
+        return torch.native_dropout(x, p, training)[0] if p and training else x
+
     # A GPU's kernel keeps x and a number a row, as layer_norm does; a CPU's two more x in fp32.
+    # Under autocast a GPU's x is fp32.
     def rms_norm(x, shape, weight=None, eps=None):
-        return F.layer_norm(x, shape, weight)
+        if torch.is_autocast_enabled("cpu"):
+            x = x.float()
+        return layer_norm(x, shape, weight)
 
     return [
         patch("model.explicit_is_faster", never),  # attention written out is for CPUs only
         patch.object(F, "scaled_dot_product_attention", without_dropout),
+        patch.object(F, "dropout", dropout),
         patch.object(F, "rms_norm", rms_norm),
     ]
 

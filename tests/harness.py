@@ -43,6 +43,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of the server that i
 
 README = os.path.join(HERE, "README.md")
 is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"
+DEVICES = {  # to parametrize by: what a GPU runs, run on a CPU too, so that no typo waits there
+    n: ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+        torch.cuda.device_count() < n, reason=f"needs {n} of CUDA's GPUs"))]
+    for n in (1, 2)}
 of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
 
 
@@ -260,7 +264,7 @@ def on_ranks(world, cases, timeout=600):
 
 
 def run_cases(cases, out):
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     for name, (function, kwargs) in cases.items():
         try:
             result = {"value": function(**kwargs)}
@@ -378,7 +382,7 @@ def plain_training(cfg):
 def built(tmp, **overrides):
     """A run on these ranks, before its first step: world, cfg, what to call, the model, its
     optimizer, batches."""
-    world = ranks.setup("cpu", "auto")
+    world = ranks.setup(overrides.get("device", "cpu"), "auto")
     cfg = resolve(tiny(tmp, **overrides), world)
     wrapped, optimizer = train.build(cfg, world)
     return types.SimpleNamespace(

@@ -12,10 +12,10 @@ import os
 import re
 import shutil
 import zlib
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from unittest.mock import patch
 
 import pytest
@@ -415,26 +415,27 @@ def sharded(tmp, tmp_path, monkeypatch):
     run = built(tmp, checkpoint="sharded")
     saver = claimed(run, tmp_path / "out[1]")
     saver.group = "a process group"
+    saver.written = Queue()  # of None, or what a test would have go wrong
     saver.others = []  # what the other ranks have written: {file: checksum} each
 
-    def async_save(tensors, storage_writer, process_group):
+    def save(tensors, storage_writer, process_group):
         storage_writer.path.mkdir()
         for name in (".metadata", "__0_0.distcp"):
             (storage_writer.path / name).write_text(f"{name} of {storage_writer.path}")
-        saver.written = Future()
-        return saver.written
+        if error := saver.written.get(timeout=60):
+            raise error
 
     def gather_object(own, every, group):
         every[:] = [own, *saver.others]
 
-    monkeypatch.setattr(checkpoint.dcp, "async_save", async_save)
+    monkeypatch.setattr(checkpoint.dcp, "save", save)
     monkeypatch.setattr(checkpoint.dist, "gather_object", gather_object)
     return saver, run, tmp_path / "out[1]"
 
 
 def complete(saver, run, step):
     save(saver, run, step)
-    saver.written.set_result(None)
+    saver.written.put(None)
     saver.finish()
 
 
@@ -452,7 +453,7 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
         before = checkpoint.complete_steps(out)
         save(saver, run, step)
         assert checkpoint.complete_steps(out) == before and not saver.saving.done()
-        saver.written.set_result(None)
+        saver.written.put(None)
         saver.finish()
         assert checkpoint.complete_steps(out) == [*before, f"step-{step:09d}"][-2:]
     newest = out / "step-000000003"
@@ -497,13 +498,13 @@ def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, fault):
     complete(saver, run, 1)
     save(saver, run, 2)
     if fault == "a rank's disk is full":
-        saver.written.set_exception(checkpoint.dcp.CheckpointException(
+        saver.written.put(checkpoint.dcp.CheckpointException(
             "", {1: (OSError("disk full"), None)}))
         line = refused(saver.finish)
         assert "disk full" in line and f"{out}/step-000000002" in line
     else:
         saver.others = [{"__1_0.distcp": 5}]  # rank 0 gets its checksum, and sees no file
-        saver.written.set_result(None)
+        saver.written.put(None)
         line = refused(saver.finish)
         assert "__1_0.distcp" in line and "out_dir=" in line and "--checkpoint=full" in line
     assert checkpoint.complete_steps(out) == ["step-000000001"]
@@ -526,7 +527,7 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
     """Else its ranks would leave without their threads, and lose a good one of an earlier step."""
     saver, run, out = sharded
     save(saver, run, 1)
-    saver.written.set_result(None)
+    saver.written.put(None)
     line = refused(train.require_finite, math.nan, "loss", 2, run.cfg, saver)
     assert "learning_rate" in line and saver.saving is None
     assert checkpoint.complete_steps(out) == ["step-000000001"]

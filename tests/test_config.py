@@ -181,6 +181,12 @@ def test_config_auto_dtype_is_what_the_device_is_fast_at(tmp, monkeypatch):
         assert best_dtype(torch.device("cuda")) == dtype
 
 
-def test_config_compile_on_a_cpu_asks_for_a_compiler(tmp, monkeypatch):
+@pytest.mark.parametrize("kind, words", [("cpu", "g++ or clang++"), ("cuda", "gcc or clang")])
+def test_config_compile_asks_for_a_compiler(tmp, monkeypatch, kind, words):
+    """Of C++ on a CPU. On a GPU Triton wants one of C."""
+    world, cfg = World(device=torch.device(kind)), tiny(tmp, compile=True)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert re.search("^compile=True .*g[+][+]", refused(resolve, tiny(tmp, compile=True), ONE))
+    said = refused(resolve, cfg, world)
+    assert said.startswith("compile=True ") and f"needs {words};" in said
+    monkeypatch.setattr(shutil, "which", {words.split()[0]: "/bin/it"}.get)
+    assert resolve(cfg, world).compile

@@ -1,20 +1,33 @@
 """
-What only a GPU runs, as far as a machine without one shows it.
+What a GPU runs: whole steps, on one and on two; and what fake ones show of it.
 
-    python -m pytest -q tests/test_cuda.py
+    python -m pytest -q -rs -k cuda      # on a GPU machine: these, and others' tests of a GPU
 
-Fake `cuda` tensors have a device and no memory. PyTorch without CUDA runs neither autograd nor
-copies between devices on them, so whole steps wait for a GPU (docs/gpu.md).
+Each training here runs on a CPU too, by the same lines. Fake `cuda` tensors have a device and no
+memory. PyTorch without CUDA runs neither autograd nor copies between devices on them.
 """
 
+import functools
 import os
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
+import harness
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import built, on_ranks, tiny, values
+from harness import (
+    DEVICES,
+    built,
+    on_ranks,
+    plain_training,
+    run_training,
+    steps,
+    tiny,
+    values,
+)
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -22,13 +35,212 @@ from torch.nn import functional as F
 
 import checkpoint
 import fsdp
+import metrics
 import ranks
+import test_fsdp
 import train
 from configurator import resolve
 from data.loader import Batches
 from model import attend
 
 CUDA = torch.device("cuda", 0)
+
+
+# ---------- training on one GPU -----------------------------------------------
+
+SHARD = dict(strategy="full_shard")
+EXACT = {
+    "single": dict(strategy="single"),
+    "full_shard": SHARD,
+    "half offloaded": dict(SHARD, cpu_offload=0.5),
+    "all offloaded": dict(SHARD, cpu_offload=1.0),
+    "activation_offload": dict(SHARD, activation_checkpointing="full", activation_offload=True),
+    "selective": dict(SHARD, activation_checkpointing="selective"),
+    "full": dict(SHARD, activation_checkpointing="full"),
+    "loss_chunks": dict(SHARD, loss_chunks=4),
+    "compiled": dict(SHARD, compile=True),
+    "muon": dict(SHARD, optimizer="muon"),
+}
+ROUNDED = {  # (keys, the largest relative difference of a loss)
+    "bfloat16": (dict(SHARD, dtype="bfloat16"), 5e-3),
+    "float16": (dict(strategy="single", dtype="float16"), 5e-3),
+    "float8": (dict(SHARD, dtype="float8", n_embd=48), 2e-2),
+}
+
+
+def case_training(tmp, name, **keys):
+    """A run's losses and norms. Its products are in fp32, without TF32."""
+    compiles = nullcontext if keys["device"] == "cuda" else harness.no_compiler
+    with (patch.object(torch, "set_float32_matmul_precision"),
+          patch.object(harness, "no_compiler", compiles)):
+        rows = run_training(tmp, name, **keys)
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def trainings(tmp, device, runs):
+    """Cases for on_ranks."""
+    return {name: (case_training, dict(tmp=tmp, name=f"{device} {name}", device=device, **keys))
+            for name, keys in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp):
+    """device -> what `case_training` returned for each of the runs above."""
+    @functools.cache
+    def run(device):
+        runs = {**EXACT, **{name: keys for name, (keys, _) in ROUNDED.items()}}
+        return on_ranks(1, trainings(tmp, device, runs))
+    return run
+
+
+def in_plain_pytorch(tmp, **keys):
+    """[(loss, norm)] of the same run on a CPU, by a loop of its own. Muon has none: by ours."""
+    if keys.get("optimizer") == "muon":
+        keys.update(device="cpu", strategy="single")
+        return case_training(tmp, "muon on a cpu", **keys)
+    losses, norms, *_ = plain_training(tiny(tmp, **keys))
+    return list(zip(losses, norms))
+
+
+@pytest.mark.parametrize("device", DEVICES[1])
+@pytest.mark.parametrize("name", EXACT)
+def test_cuda_trains_as_a_cpu_does(tmp, one_rank, name, device):
+    """5 steps in fp32: the losses and the gradients' norms."""
+    if name == "muon":
+        pytest.importorskip("extras.muon")
+    expected = in_plain_pytorch(tmp, optimizer=EXACT[name].get("optimizer", "adamw"))
+    [rows] = values(one_rank(device), name)
+    assert np.array(rows) == pytest.approx(np.array(expected), rel=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES[1])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_cuda_trains_in_fewer_bits(tmp, one_rank, name, device):
+    if name == "float8":
+        pytest.importorskip("extras.float8")
+        pytest.importorskip("torchao")
+    keys, limit = ROUNDED[name]
+    expected = in_plain_pytorch(tmp, n_embd=keys.get("n_embd", 30))
+    [rows] = values(one_rank(device), name)
+    assert [row[0] for row in rows] == pytest.approx([row[0] for row in expected], rel=limit)
+
+
+@contextmanager
+def no_synchronization(device):
+    """Inside, the host must not wait for the device. On a CPU: ask for no number."""
+    def asked(*args):
+        raise AssertionError("the host would wait for the GPU here")
+
+    if device == "cpu":
+        names = ("item", "tolist", "__bool__", "__float__")
+        with patch.multiple(torch.Tensor, **{name: asked for name in names}):
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def case_unlogged_steps(tmp, device, **keys):
+    run = built(tmp, device=device, **keys)
+    steps(run)  # makes the optimizer's state
+    scaler, batch = torch.amp.GradScaler(device, enabled=False), run.batches.train(1, 0)
+    with no_synchronization(device):
+        for step in (1, 2):
+            loss, norm, batch = train.train_step(
+                run.wrapped, run.optimizer, scaler, run.batches, batch, step, run.cfg, run.world)
+    return loss.item(), norm.item()
+
+
+@pytest.mark.parametrize("device", DEVICES[1])
+def test_cuda_unlogged_steps_do_not_wait(tmp, device):
+    cases = {name: (case_unlogged_steps, dict(tmp=tmp, device=device, **EXACT[name]))
+             for name in ("single", "full_shard", "selective", "loss_chunks")}
+    results = on_ranks(1, cases)
+    losses, norms, *_ = plain_training(tiny(tmp))
+    for name in cases:
+        assert values(results, name) == [pytest.approx([losses[2], norms[2]], rel=2e-5)]
+
+
+# ---------- training on two ---------------------------------------------------
+
+
+TWO = {
+    "ddp": dict(strategy="ddp"),
+    "shard_grad_op": dict(strategy="shard_grad_op"),
+    "full_shard on two": SHARD,
+    "hybrid_shard": dict(strategy="hybrid_shard", shard_group_size=1),
+    "sharded": dict(SHARD, checkpoint="sharded", max_iters=3, eval_interval=3),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES[2])
+def test_cuda_two_ranks_train_as_one_and_resume_on_one(tmp, device):
+    losses, norms, *_ = plain_training(tiny(tmp))
+    expected = np.array(list(zip(losses, norms)))
+    results = on_ranks(2, trainings(tmp, device, TWO))
+    for name, keys in TWO.items():
+        rows = np.array(values(results, name)[0])
+        assert rows == pytest.approx(expected[:keys.get("max_iters", 5)], rel=2e-5), name
+    rest = dict(TWO["sharded"], max_iters=5, init_from="resume")
+    results = on_ranks(1, trainings(tmp, device, {"sharded": rest}))
+    assert np.array(values(results, "sharded")[0]) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES[2][1:])  # on a CPU: test_fsdp.py
+def test_cuda_float16_overflow_on_one_rank_skips_the_step_on_both(tmp, device):
+    keys = dict(tmp=tmp, device=device, **SHARD)
+    zero, one = values(on_ranks(2, {"": (test_fsdp.case_overflow, keys)}), "")
+    assert zero["scale"] == [1024.0, 512.0, 512.0] and one["scale"][2] == 512.0
+    assert zero["moved"] == zero["unmoved"] == []
+
+
+def overlap(kernels):
+    """Of the all-gathers' time, the share in which another kernel than NCCL's runs.
+    kernels: [(name, start, end)]."""
+    gathers = [(start, end) for name, start, end in kernels if "AllGather" in name]
+    others = sorted((start, end) for name, start, end in kernels if "nccl" not in name)
+    shared = 0
+    for start, end in gathers:
+        for a, b in others:  # one after another: they are of one stream
+            shared += max(0, min(end, b) - max(start, a))
+    return shared / sum(end - start for start, end in gathers)
+
+
+def test_cuda_overlap_is_the_share_of_gathers_beside_computation():
+    kernels = [("ncclDevKernel_AllGather_RING_LL", 0, 10), ("gemm", 4, 6), ("gemm", 8, 12),
+               ("ncclDevKernel_AllGather_RING_LL", 20, 30), ("ncclDevKernel_ReduceScatter", 20, 30)]
+    assert overlap(kernels) == 4 / 20
+
+
+def case_trace(tmp, device):
+    run = built(tmp, device=device, n_layer=12, n_head=12, n_embd=768, block_size=512, batch_size=4,
+                gradient_accumulation_steps=2, dtype="bfloat16", **SHARD)
+    steps(run, n=3)
+    with torch.profiler.profile() as profile:
+        steps(run, first=3)
+    return overlap([(e.name, e.time_range.start, e.time_range.end) for e in profile.events()
+                    if e.device_type == torch.autograd.DeviceType.CUDA])
+
+
+@pytest.mark.parametrize("device", DEVICES[2][1:])
+def test_cuda_gathers_run_beside_computation(tmp, device):
+    shares = values(on_ranks(2, {"": (case_trace, dict(tmp=tmp, device=device))}), "")
+    assert min(shares) > 0.5
+
+
+# ---------- parts, on any machine ---------------------------------------------
+
+
+def test_cuda_memory_that_is_logged_is_of_the_steps(tmp):
+    with patch.object(torch.cuda, "reset_peak_memory_stats") as reset:
+        metrics.Log(tiny(tmp), ranks.World(), "", None, 0)
+        assert not reset.called
+        with patch.object(metrics, "peak_flops", lambda device: None):
+            metrics.Log(tiny(tmp), ranks.World(device=CUDA), "", None, 0)
+    reset.assert_called_once_with(CUDA)
 
 
 @pytest.mark.parametrize("dtype, grouped", [

@@ -21,6 +21,7 @@ import faults
 import pytest
 import torch.distributed.checkpoint as dcp
 from harness import (
+    DEVICES,
     HERE,
     Ranks,
     arguments,
@@ -184,9 +185,11 @@ def test_fault_random_ones(capsys):
     assert capsys.readouterr().out.count("equal bit for bit") >= 2
 
 
-def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp):
-    out, whole = os.path.join(tmp, "dead"), os.path.join(tmp, "dead-whole")
-    run = dict(max_iters=60, eval_interval=20, init_from="auto", gradient_accumulation_steps=2)
+@pytest.mark.parametrize("device", DEVICES[2])
+def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp, device):
+    out, whole = (os.path.join(tmp, f"dead-{part}-{device}") for part in ("half", "whole"))
+    run = dict(max_iters=60, eval_interval=20, init_from="auto", gradient_accumulation_steps=2,
+               device=device)
     # 3 restarts, not 1: once, on CI, PyTorch's C++ aborted a restarted rank too (exit code -6)
     p = start(2, command(tmp, out, **run), tmp, "--max-restarts=3")
     launch(2, arguments(tmp, whole, **run))

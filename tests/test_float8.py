@@ -140,3 +140,22 @@ def test_float8_plan_gathers_less_and_leaves_ddp_out():
     eight, sixteen = rows
     assert 0 < eight["gathered"] < sixteen["gathered"] and eight["sent"] < sixteen["sent"]
     assert eight["parameters"] == sixteen["parameters"]
+
+
+@pytest.mark.parametrize("ranks, layer", [
+    (5, "transformer.h.0.attn.c_attn"), (32, None), (0, None)])
+def test_float8_rows_that_the_ranks_do_not_divide_are_refused(monkeypatch, ranks, layer):
+    """torchao gathers no padding: NCCL would wait for bytes that nobody sends."""
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # the next line it would say
+    said = refused(float8.convert, plain_gpt(n_embd=64, n_head=2), "cpu", ranks)
+    if layer:
+        assert f"5 ranks do not divide the 192 rows of {layer}" in said
+        assert "--shard_group_size" in said
+    else:
+        assert "pip install torchao" in said
+
+
+def test_float8_that_the_ranks_do_not_divide_is_refused_by_the_plan():
+    argv = ["config/train_gpt2_xl.py", "--dtype=float8", "--strategy=full_shard"]
+    said = refused(plan.main, [*argv, "--world_size=128"])
+    assert said.startswith("dtype=float8: 128 ranks do not divide the 4800 rows")

@@ -30,6 +30,7 @@ from harness import (
     values,
 )
 from test_huggingface import make_hf
+from torch.nn import functional as F
 
 import checkpoint
 import sample
@@ -84,6 +85,21 @@ def test_llama_grouped_heads_equal_expanded_ones(T, dtype, limit):
     weights = scores.masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf).softmax(-1)
     expected = weights @ v.float().repeat_interleave(3, 1)
     assert (attend(q, k, v, 0.0).float() - expected).abs().max() < limit
+
+
+def test_llama_attention_stays_in_bf16_where_autocast_runs_rmsnorm_in_fp32(tmp):
+    """As CUDA's does: fp32 queries would leave flash attention."""
+    model = plain_model(tiny(tmp, model="llama", qk_norm=True))
+    norm, seen = F.rms_norm, []
+
+    def attention(q, k, v, dropout):
+        seen.append((q.dtype, k.dtype, v.dtype))
+        return attend(q, k, v, dropout)
+
+    with (patch.object(F, "rms_norm", lambda x, *args: norm(x.float(), *args)),
+          patch("extras.llama.attend", attention), torch.autocast("cpu", torch.bfloat16)):
+        model(IDX, IDX)
+    assert set(seen) == {(torch.bfloat16,) * 3}
 
 
 def test_llama_initial_values_cover_all(tmp):

@@ -308,6 +308,45 @@ def test_plan_cpus_and_gpus_attention_differ():
     assert gpu["peak"] < dropout["peak"] < 1.5 * gpu["peak"]  # masks, but no T x T
 
 
+def kept_until_backward(*argv):
+    """Bytes of activations at the end of the last block's forward, and the config."""
+    cfg, world = placed(1, "--strategy=single", "--vocab_size=1000", *argv)
+    timeline, marks, _ = rehearse(cfg, world)
+    return timeline[dict(map(reversed, marks))["forward, head"], KINDS.index("activations")], cfg
+
+
+def test_plan_counts_a_gpus_masks_and_the_fp32_of_qk_norm():
+    """Of dropout a byte a number: after the embedding and twice a block. Under CUDA's autocast
+    RMSNorm keeps its x in fp32, where a CPU's would keep bf16."""
+    (none, cfg), (dropout, _) = (kept_until_backward(f"--dropout={p}") for p in (0.0, 0.1))
+    tokens = cfg.batch_size * cfg.block_size
+    assert dropout - none == tokens * cfg.n_embd * (1 + 2 * cfg.n_layer)
+    llama = "--model=llama", "--n_inner=1024", "--n_kv_head=2", "--dtype=bfloat16"
+    (none, cfg), (normed, _) = (
+        kept_until_backward(*llama, f"--qk_norm={on}") for on in (False, True))
+    rows = tokens * (cfg.n_head + cfg.n_kv_head) * cfg.n_layer
+    assert normed - none == pytest.approx(rows * 4 * cfg.n_embd / cfg.n_head, rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b"])
+def test_plan_recipes_say_their_peak(name):
+    """As planned now; the larger ones' by the same command, in their headers too."""
+    path = f"{HERE}/config/{name}.py"
+    said = re.search(r"^# On (\d+) GPUs the plan's peak is ([\d.]+) GiB", open(path).read(), re.M)
+    cfg = load_config([path])
+    one = plan.plan(*plan.place(cfg, int(said[1]), MACHINE), MACHINE)
+    assert f"{one['peak'] / GIB:.1f}" == said[2]
+
+
+def test_plan_host_memory_has_what_a_sharded_save_copies():
+    """12 bytes a parameter of the rank's own rows: here 8 ranks divide all of them."""
+    none, saved = (row(8, "--vocab_size=1024", f"--checkpoint={kind}")
+                   for kind in ("full", "sharded"))
+    n = plan.count(train.meta_model(placed(8, "--vocab_size=1024")[0]))
+    assert none["host"] == 0
+    assert saved["host"] == pytest.approx(12 * n, rel=1e-4)  # and AdamW's counters
+
+
 def test_plan_cpus_and_gpus_rmsnorm_differ():
     """A GPU's kernel keeps a number a row; a CPU's makes and keeps the normalized x too."""
     argv = "--model=llama", "--n_inner=1024", "--strategy=single", "--dtype=float32"

@@ -5,18 +5,23 @@ ranks.py: what ranks agree on, how they wait, stop and leave. Restarts are in te
 """
 
 import os
+import re
 import signal
 import sys
 import time
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, on_ranks, refused, values
+from harness import Ranks, heard, on_ranks, refused, tiny, values
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
+import train
+from configurator import resolve
 
 
 def case_from_rank0():
@@ -27,19 +32,98 @@ def case_from_rank0():
 
 
 def case_signal_to_one_rank():
+    """The answers before each of four steps; rank 1 gets a signal during the second. In it rank 1
+    asks only when rank 0 has asked: rank 0 waits for no answer meanwhile."""
     world = ranks.setup("cpu", "auto")
+    store = dist.distributed_c10d._get_default_store()
     stop, requested = ranks.StopSignal(world), []
-    for step in range(2):
-        if step == 1 and world.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+    for step in range(4):
         requested.append(stop.requested())
+        if step == 1 and world.rank == 1:
+            store.wait(["rank 0 has asked"], timedelta(seconds=30))
+        stop.ask()
+        if step == 1:
+            store.set("rank 0 has asked", "")
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
     return requested
 
 
+def case_connect():
+    """Kinds and sizes of what `connect` runs, were this NCCL; and what gloo needs."""
+    ranks.setup("cpu", "auto")
+    with heard() as gloo:
+        ranks.connect(dist.group.WORLD, torch.device("cpu"))
+    with heard() as calls, patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"):
+        ranks.connect(dist.group.WORLD, torch.device("cpu"))
+    return [call[0] for call in calls], gloo
+
+
 def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal():
-    results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {})})
+    results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {}),
+                           "connect": (case_connect, {})})
     assert values(results, "rank0") == [[{"n": 3}, 1, "no disk"], [{"n": 3}, 0, "no disk"]]
-    assert values(results, "stop") == [[False, True], [False, True]]
+    assert values(results, "stop") == [[False, False, False, True]] * 2  # seen a step later
+    four = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    assert values(results, "connect") == [[four, []]] * 2
+
+
+def test_ranks_connect_every_group_before_the_model_has_memory(tmp):
+    """NCCL takes its memory then; later that of the second group would come in backward."""
+    connected = []
+    world = ranks.World(size=4, local_size=2)
+    cfg = resolve(tiny(tmp, strategy="hybrid_shard"), world, distributed=True)
+    model = train.meta_model(cfg)
+
+    def listed(group, device):
+        connected.append((group.size(), all(p.is_meta for p in model.parameters())))
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with patch.object(train, "connect", listed):
+            train.parallelize(model, cfg, world)
+    finally:
+        dist.destroy_process_group()
+    assert connected == [(2, True), (2, True)]  # the groups that replicate, and that shard
+    calls = []
+    with (patch.dict(os.environ, RANK="0", WORLD_SIZE="1"), patch.object(ranks, "open_group"),
+          patch.object(ranks, "patient_group"),
+          patch.object(ranks, "connect", lambda *args: calls.append(args))):
+        ranks.setup("cpu", "auto")
+    assert calls == [(dist.group.WORLD, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("size, nodes, gpus, device", [
+    (2, 1, 1, "cpu"), (2, 1, 2, "cuda"), (1, 1, 1, "cuda"), (2, 1, 0, "cpu"), (4, 2, 1, "refused")])
+def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, nodes, gpus, device):
+    """With device=auto: README's two processes on a machine with one GPU. All ranks alike."""
+    local, seen = size // nodes, []
+    for rank in range(local):
+        env = dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=local)
+        with (patch.dict(os.environ, {key: str(value) for key, value in env.items()}),
+              patch.object(ranks, "open_group"), patch.object(ranks, "patient_group"),
+              patch.object(ranks, "connect"), patch.object(torch.cuda, "set_device"),
+              patch.object(torch.cuda, "is_available", lambda: gpus > 0),
+              patch.object(torch.cuda, "device_count", lambda: gpus)):
+            try:
+                seen.append(ranks.setup("auto", "auto").device.type)
+            except SystemExit as e:
+                seen.append("refused" if "--device=cpu" in e.code else e.code)
+    assert seen[-1] == device and (device == "refused" or len(set(seen)) == 1)
+    line = "device=auto: 2 processes, but 1 GPU here, so all take the CPU\n"
+    assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
+
+
+def waits_for_a_peer():
+    ranks.TIMEOUT = timedelta(seconds=2)
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    ranks.setup("cpu", "auto")
+
+
+def test_ranks_whose_peer_never_comes_end_when_their_time_is_up():
+    """Where rank 0 hosts the store, as on several nodes: PyTorch's own limit would be shorter."""
+    p = Ranks(1, waits_for_a_peer).finish(30)
+    assert p.returncode == 1 and re.search(r"Timed out after \d s", p.stderr), p.stderr
 
 
 def slow_rank0(seconds, patiently):

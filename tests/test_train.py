@@ -349,7 +349,7 @@ def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch):
 def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch):
     """And the next save waits for it: the first is held up until then."""
     done, waited_for = [], threading.Event()
-    finish, complete = checkpoint.Saver.finish, checkpoint.Saver.complete
+    finish, complete = checkpoint.Saver.finish, checkpoint.Saver.write_sharded
 
     def finishing(saver):
         if saver.saving:
@@ -365,9 +365,9 @@ def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint.Saver, "finish", finishing)
-    monkeypatch.setattr(checkpoint.Saver, "complete", held)
+    monkeypatch.setattr(checkpoint.Saver, "write_sharded", held)
     monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
-    monkeypatch.setattr(checkpoint.dcp, "async_save", noted("save", checkpoint.dcp.async_save))
+    monkeypatch.setattr(checkpoint, "flat_state", noted("save", checkpoint.flat_state))
     run_training(tmp, "background", checkpoint="sharded", max_iters=4, eval_interval=2)
     assert done == ["step", "step", "save", "step", "step", "complete", "save", "complete"]
 
