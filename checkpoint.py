@@ -287,6 +287,10 @@ class Source:
     get: object = None  # function: flat key -> the whole tensor on the CPU; only on rank 0
     sharded: bool = False
 
+    def __post_init__(self):
+        if not 0 <= self.header["iter_num"] < 2**63:
+            raise ValueError(f"iter_num is {self.header['iter_num']}")
+
     def __getstate__(self):  # what the other ranks receive: they have no file open
         return {**vars(self), "get": None}
 

@@ -37,18 +37,18 @@ DTYPES = {
 }
 
 # A key's type says what it may be: a Python type, a test, and what an error then says.
-Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
-Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
+Whole = Annotated[int, lambda n: 0 <= n < 2**63, "a whole number, 0 or more, below 2**63"]
+Positive = Annotated[int, lambda n: 1 <= n < 2**63, "a whole number, at least 1, below 2**63"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
 Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
 Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps or cuda"]
-Path = Annotated[str, len, "a name or a path"]
+Path = Annotated[str, lambda s: s and s.isprintable(), "a name or a path"]
 PLAIN = {  # the types of a model file's keys
-    int: Annotated[int, lambda n: True, "a whole number"],
+    int: Annotated[int, lambda n: abs(n) < 2**63, "a whole number, below 2**63"],
     float: Annotated[float, math.isfinite, "a finite number"],
     bool: Annotated[bool, lambda b: True, "True or False"],
-    str: Annotated[str, lambda s: True, "a string"],
+    str: Annotated[str, str.isprintable, "a string of printable characters"],
 }
 
 

@@ -369,11 +369,22 @@ def reshard(wrapped):
 def gather_full(t):
     """The whole of t in rank 0's host memory, None on the other ranks (collective)."""
     t = t.detach()
-    if isinstance(t, DTensor):
-        # Through the device: rows in host memory have no NCCL.
-        t = t.to(t.device_mesh.device_type).full_tensor()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    return t.cpu() if is_rank0 else None
+    if not isinstance(t, DTensor):
+        return t.cpu() if is_rank0 else None
+    # Not DTensor.full_tensor: every rank would hold the whole, and it takes twice as long.
+    group = t.device_mesh.get_group("shard")
+    ranks = dist.get_process_group_ranks(group)
+    if ranks[0] > 0:
+        return None  # these share another copy
+    most = math.ceil(len(t) / len(ranks))
+    # Each rank sends as many rows, so some of them padding. They go through the device: rows in
+    # host memory have no NCCL.
+    rows = t.to_local().new_zeros(most, *t.shape[1:], device=t.device_mesh.device_type)
+    rows[:len(t.to_local())] = t.to_local()
+    whole = rows.new_empty(len(ranks) * most, *t.shape[1:]) if is_rank0 else None
+    dist.gather(rows, list(whole.split(most)) if is_rank0 else None, dst=0, group=group)
+    return whole[:len(t)].cpu() if is_rank0 else None
 
 
 def write_full(t, full):

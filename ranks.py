@@ -228,7 +228,7 @@ def say(message):
         # Local rank 0 has probably said the same; then torchrun ends this rank meanwhile.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
-    print(message, file=sys.stderr)
+    print(str(message).replace("\n", "\\n"), file=sys.stderr)  # a file's name may have one
     return 1
 
 
@@ -245,8 +245,9 @@ def leave(code):
 
 
 def out_of_memory(e):
-    """PyTorch has an exception for GPUs only; on CPUs it is a RuntimeError that says so."""
-    texts = ("can't allocate memory", "size calculation overflowed")
+    """PyTorch has an exception for GPUs only; on CPUs it is a RuntimeError that says so.
+    NumPy's says so too, of what no memory could hold."""
+    texts = ("can't allocate memory", "size calculation overflowed", "array is too big")
     says_so = any(text in str(e) for text in texts)
     return says_so or isinstance(e, (torch.OutOfMemoryError, MemoryError))
 

@@ -81,7 +81,7 @@ def generate(
 
 def draw(logits, temperature, top_k, generator):
     """One token (B, 1) from logits (B, V); temperature 0 takes the likeliest."""
-    if temperature == 0:
+    if temperature < 1e-6:  # so close to 0 logits / temperature would overflow
         return logits.argmax(dim=-1, keepdim=True)
     if top_k:
         largest = logits.topk(min(top_k, logits.size(-1))).values

@@ -188,9 +188,14 @@ def start(cfg, world):
 
 
 def from_scratch(cfg):
-    """cfg with the vocabulary of its data, if that says one."""
-    meta = read_meta(data_dir(cfg.dataset))
-    return replace(cfg, vocab_size=meta.get("vocab_size", cfg.vocab_size))
+    """cfg with the vocabulary of its data, if that says one; SystemExit if a file or a flag
+    has set another."""
+    size = read_meta(data_dir(cfg.dataset)).get("vocab_size", cfg.vocab_size)
+    if "vocab_size" in cfg.given and cfg.vocab_size != size:
+        raise SystemExit(
+            f"vocab_size={cfg.vocab_size}, but dataset={cfg.dataset} has {size} symbols; pass "
+            f"--vocab_size={size}, or another --dataset")
+    return replace(cfg, vocab_size=size)
 
 
 def open_source(cfg, world):

@@ -153,9 +153,9 @@ def read_meta(directory):
     """What a data set says about its tokens: vocab_size, and a tokenizer's name or a list
     of chars; {} if it says nothing. SystemExit if that is damaged."""
     path = Path(directory, "meta.json")
-    if not path.exists():
+    if not os.path.exists(path):
         path = Path(directory, "meta.pkl")  # nanoGPT's
-    if not path.exists():
+    if not os.path.exists(path):
         return {}
     try:
         with path.open("rb") as f:

@@ -227,6 +227,8 @@ def parse(argv):
             raise SystemExit(f"--{key}={value}: pass a number above 0")
     if own.world_size > LARGEST:
         raise SystemExit(f"--world_size={own.world_size}: pass at most {LARGEST}")
+    if own.strategy == "single" and own.world_size > 1:
+        raise SystemExit("--strategy=single is one process: pass --world_size=1, or leave it out")
     if own.plot:
         check_plot(own.plot)
     own.gpu_memory *= GIB  # from here on in bytes

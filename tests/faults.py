@@ -8,7 +8,8 @@ A run is single, ddp or full_shard, with full or sharded checkpoints. One to thr
 it: a signal to a rank, to all, or to torchrun; a full disk; damage to a checkpoint. After each it
 is started again, with the same command. At last it ends well, and its losses, weights and optimizer
 state are compared. No fault but damage may cost a checkpoint that was whole. A seed gives the same
-run, faults and moments, as far as the clock allows. Exit code 1 at the first that differs.
+run, faults and moments, as far as the clock allows. Exit code 1 at the first that differs. If
+PyTorch's C++ aborts a rank, and gdb is here, the report has the stacks of its threads.
 """
 
 import glob
@@ -17,6 +18,8 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -76,7 +79,7 @@ def signal_to_torchrun(rng, world, out, args):
     number = rng.choice([signal.SIGTERM, *[signal.SIGKILL] * 2])
     target, seconds = rng.randrange(world + 1), rng.random() * 2
     before, end = rows(out), time.time() + 60
-    p = start(world, [os.path.join(HERE, "train.py"), *args], os.path.dirname(out))
+    p = start(world, [os.path.join(HERE, "train.py"), *args], HERE)
     while p.poll() is None and rows(out) == before and time.time() < end:
         time.sleep(0.05)
     time.sleep(seconds)
@@ -168,6 +171,22 @@ def one_run(tmp, seed):
     return len(faults)
 
 
+def stacks_of_cores():
+    """Of each core that an aborted rank has left, the stacks of all threads; removes it."""
+    texts = []
+    for core in glob.glob(os.path.join(HERE, "core*")):
+        if is_core(core) and shutil.which("gdb"):
+            gdb = ["gdb", "-batch", "-ex", "thread apply all bt", sys.executable, core]
+            texts.append(subprocess.run(gdb, capture_output=True, text=True).stdout)
+            os.remove(core)
+    return "\n".join(texts)
+
+
+def is_core(path):
+    with open(path, "rb") as f:
+        return f.read(4) == b"\x7fELF"
+
+
 def assert_same_result(out, whole):
     ours, theirs = (checkpoint.find(path, World()) for path in (out, whole))
     assert ours.header["iter_num"] == theirs.header["iter_num"] == RUN["max_iters"]
@@ -179,14 +198,21 @@ def assert_same_result(out, whole):
 
 
 def main(n, seed):
-    done = runs = 0
+    done = runs = aborts = 0
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))  # the ranks' too
     with tempfile.TemporaryDirectory() as tmp:
         make_data(os.path.join(tmp, "toy"))
         while done < n:
-            done += one_run(tmp, seed + runs)
+            try:
+                done += one_run(tmp, seed + runs)
+            finally:
+                if stacks := stacks_of_cores():
+                    aborts += 1
+                    print(f"\nan abort:\n{stacks}", flush=True)
             runs += 1
             print(f": equal bit for bit ({done} of {n})", flush=True)
-    print(f"{done} faults in {runs} runs: each ended as an undisturbed run does")
+    print(f"{done} faults in {runs} runs: each ended as an undisturbed run does; {aborts} aborts")
 
 
 if __name__ == "__main__":
