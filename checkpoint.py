@@ -288,8 +288,9 @@ class Source:
     sharded: bool = False
 
     def __post_init__(self):
-        if not 0 <= self.header["iter_num"] < 2**63:
-            raise ValueError(f"iter_num is {self.header['iter_num']}")
+        step = self.header.get("iter_num", 0)
+        if not 0 <= step < 2**63:
+            raise ValueError(f"iter_num is {step}")
 
     def __getstate__(self):  # what the other ranks receive: they have no file open
         return {**vars(self), "get": None}

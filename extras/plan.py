@@ -95,6 +95,8 @@ def place(cfg, size, machine):
 def variants(cfg, size, machine):
     """[(cfg, World)] of --strategy, or of every strategy that the keys allow. SystemExit if
     they do not allow the config's own."""
+    if machine.strategy == "single" and size > 1:
+        raise SystemExit("--strategy=single is one process: pass --world_size=1, or leave it out")
     if machine.strategy:
         return [place(replace(cfg, strategy=machine.strategy), size, machine)]
     own = cfg.strategy or "full_shard"
@@ -227,8 +229,6 @@ def parse(argv):
             raise SystemExit(f"--{key}={value}: pass a number above 0")
     if own.world_size > LARGEST:
         raise SystemExit(f"--world_size={own.world_size}: pass at most {LARGEST}")
-    if own.strategy == "single" and own.world_size > 1:
-        raise SystemExit("--strategy=single is one process: pass --world_size=1, or leave it out")
     if own.plot:
         check_plot(own.plot)
     own.gpu_memory *= GIB  # from here on in bytes

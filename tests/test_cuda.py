@@ -260,7 +260,7 @@ def case_broadcast():
     patient = ranks.patient_group()
     model = torch.nn.Linear(2, 3, bias=False)
     model.config = None
-    source = checkpoint.Source("ckpt.pt", dict(iter_num=0), {"model.weight": (3, 2)},
+    source = checkpoint.Source("ckpt.pt", {}, {"model.weight": (3, 2)},
                                lambda key: calls.append("read") or torch.ones(3, 2))
     with (patch.object(dist, "barrier", lambda group: calls.append(
               "patient barrier" if group is patient else "barrier")),

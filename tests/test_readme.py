@@ -190,7 +190,7 @@ def test_readme_every_config_runs_two_steps(tmp, name):
         model=cfg.model, gradient_accumulation_steps=2, wandb_log=False, init_from="scratch",
         dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, "config-" + name))
     if cfg.model == "llama":
-        small.update(n_kv_head=1, n_inner=32)
+        small.update(n_kv_head=1, n_inner=32, vocab_size=67)
     if cfg.strategy == "hybrid_shard":
         small["shard_group_size"] = 2
     world = 1 if cfg.strategy in ("", "single") else 2
