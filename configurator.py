@@ -358,8 +358,8 @@ def conflicts(cfg, world, distributed):
     compilers = {
         "cpu": (os.environ.get("CXX", "g++"), "clang++"),
         "cuda": (os.environ.get("CC", "gcc"), "clang"),
-    }.get(kind, ("true",))
-    no_compiler = not any(map(shutil.which, compilers))
+    }.get(kind, ())
+    no_compiler = compilers and not any(map(shutil.which, compilers))
     table = [
         ("strategy", alone_or_not,
          "single needs python train.py, the others torchrun --standalone --nproc_per_node=2"),

@@ -380,11 +380,15 @@ def gather_full(t):
     most = math.ceil(len(t) / len(ranks))
     # Each rank sends as many rows, so some of them padding. They go through the device: rows in
     # host memory have no NCCL.
-    rows = t.to_local().new_zeros(most, *t.shape[1:], device=t.device_mesh.device_type)
-    rows[:len(t.to_local())] = t.to_local()
-    whole = rows.new_empty(len(ranks) * most, *t.shape[1:]) if is_rank0 else None
-    dist.gather(rows, list(whole.split(most)) if is_rank0 else None, dst=0, group=group)
-    return whole[:len(t)].cpu() if is_rank0 else None
+    own = t.to_local()
+    rows = own.new_zeros(most, *t.shape[1:], device=t.device_mesh.device_type)
+    rows[:len(own)] = own
+    if not is_rank0:
+        dist.gather(rows, dst=0, group=group)
+        return None
+    whole = rows.new_empty(len(ranks) * most, *t.shape[1:])
+    dist.gather(rows, list(whole.split(most)), dst=0, group=group)
+    return whole[:len(t)].cpu()
 
 
 def write_full(t, full):

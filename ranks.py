@@ -52,7 +52,7 @@ def setup(device, backend, cpu_offload=0.0):
     if device == "auto" and 0 < gpus < size == local_size:
         # On one node, where all ranks see the same: two processes to try things on one GPU.
         if rank == 0:
-            print(f"device=auto: {size} processes, but {gpus} GPU here, so all take the CPU")
+            print(f"device=auto: fewer GPUs ({gpus}) than processes ({size}): all take the CPU")
         device = "cpu"
     device = pick_device(device, int(env.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():

@@ -111,7 +111,7 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
             except SystemExit as e:
                 seen.append("refused" if "--device=cpu" in e.code else e.code)
     assert seen[-1] == device and (device == "refused" or len(set(seen)) == 1)
-    line = "device=auto: 2 processes, but 1 GPU here, so all take the CPU\n"
+    line = "device=auto: fewer GPUs (1) than processes (2): all take the CPU\n"
     assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
 
 
