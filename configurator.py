@@ -350,7 +350,6 @@ def conflicts(cfg, world, distributed):
     alone_or_not = size > 1 if single else not distributed
     group = cfg.shard_group_size or world.local_size
     uneven_groups = cfg.strategy == "hybrid_shard" and size % group
-    no_head_loss = not hasattr(model_file(cfg.model).Model, "head_loss")
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside of what is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
@@ -374,8 +373,6 @@ def conflicts(cfg, world, distributed):
         ("cpu_offload", cfg.cpu_offload and cfg.dtype in ("float8", "float16"),
          f"{cfg.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or "
          "float32"),
-        ("loss_chunks", cfg.loss_chunks and no_head_loss,
-         f"model={cfg.model} has no head_loss (see docs/model_file.md); use --loss_chunks=0"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
          "it moves what checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),

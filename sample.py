@@ -5,6 +5,9 @@ Sample text from a trained model.
     python sample.py --out_dir=out-quickstart --start='def ' --num_samples=3
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt    # or a hub name, a directory
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=-    # from stdin
+    python sample.py --out_dir=out --start=ids:1,2,3    # token ids
+
+Where no tokenizer is known, the samples are token ids too.
 """
 
 import inspect
@@ -96,7 +99,8 @@ def arguments(argv):
     add = parser.add_argument
     add("--init_from", default="resume", help="resume, or a Hugging Face model's name or path")
     add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
-    add("--start", type=prompt, default="\n", help="the prompt; FILE:path reads one, - stdin")
+    add("--start", type=prompt, default="\n",
+        help="the prompt; FILE:path reads one, - stdin; ids:1,2,3 are tokens")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
     add("--max_new_tokens", type=int, default=500, help="tokens a sample (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest (%(default)s)")
@@ -114,6 +118,15 @@ def arguments(argv):
 
 
 def prompt(start):
+    """The text, or a list of token ids."""
+    if start.startswith("ids:"):
+        try:
+            ids = [int(word) for word in start.removeprefix("ids:").split(",")]
+            if min(ids) >= 0:
+                return ids
+        except ValueError:
+            pass
+        raise SystemExit(f"--start={start}: write token ids as ids:1,2,3")
     if start == "-":
         source = 0  # stdin
     elif start.startswith("FILE:"):
@@ -151,7 +164,13 @@ def main(argv):
     meta = source.header.get("meta") or read_meta(directory)
     meta = {"vocab_size": cfg.vocab_size, **meta}
     encode, decode, vocab_size = tokenizer(meta, directory)
-    tokens = encode(args.start) or encode("\n")
+    if isinstance(args.start, list):
+        tokens = args.start
+    else:
+        tokens = encode(args.start) or encode("\n")
+    if max(tokens) >= min(vocab_size, cfg.vocab_size):
+        raise SystemExit(
+            f"--start: token {max(tokens)} is beyond the vocabulary of {vocab_size}")
     x = torch.tensor([tokens], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)
     # H100s prefer cuDNN's attention, which makes a plan for each length of the cache.

@@ -87,6 +87,10 @@ def parallelize(model, cfg, world):
     its parameters, without values. Returns the module to call (all ranks)."""
     sharded = cfg.strategy in SHARDED
     on_gpu = world.device.type == "cuda"
+    if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
+        raise SystemExit(
+            f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that goes by "
+            "self.loss_chunks (see docs/model_file.md); use --loss_chunks=0")
     model.loss_chunks = cfg.loss_chunks
     if cfg.dtype == "float8":
         float8 = extra("float8", wanted_by="dtype=float8")

@@ -27,7 +27,7 @@ ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 
 def tokenizer(meta, directory=""):
     """(encode: str -> [id], decode: [id] -> str, number of real tokens) for what read_meta
-    has read in directory."""
+    has read in directory. Of tokens that nobody has named, the text is their numbers."""
     if "chars" in meta:
         return of_characters(meta["chars"])
     file = os.path.join(directory, TOKENIZER)
@@ -37,12 +37,22 @@ def tokenizer(meta, directory=""):
     if name == TOKENIZER:
         hf, vocab_size = open_tokenizer(file)
         return lambda text: hf.encode(text).ids, hf.decode, vocab_size
-    if name is None and meta["vocab_size"] not in (50257, 50304):  # GPT-2's, and padded
-        raise SystemExit(
-            f"{directory}: no tokenizer is known for vocab_size={meta['vocab_size']}; put "
-            "the data's meta.json or tokenizer.json there")
-    bpe = gpt2_bpe()
-    return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
+    is_gpt2s = meta["vocab_size"] in (50257, 50304)  # and padded
+    if name == "gpt2" or name is None and is_gpt2s:
+        bpe = gpt2_bpe()
+        return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
+    return of_ids(meta["vocab_size"], directory)
+
+
+def of_ids(vocab_size, directory):
+    def encode(text):
+        if text.strip():
+            raise SystemExit(
+                f"{directory}: no tokenizer is known for vocab_size={vocab_size}; pass token "
+                "ids, --start=ids:1,2,3, or put the data's meta.json or tokenizer.json there")
+        return [0]  # an empty prompt
+
+    return encode, lambda tokens: ",".join(map(str, tokens)), vocab_size
 
 
 def of_characters(chars):

@@ -5,7 +5,7 @@ A mixture of experts in one file: a GPT with several MLPs, experts, in each bloc
     python train.py --model=moe config/quickstart.py --n_expert=8 --n_active=1
 
 A router sends each token to the n_active best of n_expert experts, and adds up what they
-answer. A second term of the loss keeps the experts about equally busy.
+answer. In training a second term of the loss keeps the experts about equally busy.
 
 Every expert computes every token, and what was not asked for is multiplied by 0. That
 takes n_expert / n_active times the products. But no shape depends on the data, so the
@@ -94,7 +94,7 @@ class MoE(GPT):
         self.transformer.h = nn.ModuleList(blocks)  # instead of GPT's
 
     def forward(self, idx, targets=None, cache=None):
-        """idx (B, T) token ids -> (logits, loss), as GPT's; the loss with its second term."""
+        """idx (B, T) token ids -> (logits, loss), as GPT's; in training with the second term."""
         past = 0 if cache is None else cache[0].length
         pos = torch.arange(past, past + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
@@ -108,7 +108,9 @@ class MoE(GPT):
             last = x[:, [-1], :]  # (B, 1, C): generation needs no other
             return self.lm_head(last), None
         logits, loss = self.head_loss(x, targets)
-        return logits, loss + self.config.balance * unbalanced / self.config.n_layer
+        if self.training:  # an evaluation reports the cross-entropy alone
+            loss = loss + self.config.balance * unbalanced / self.config.n_layer
+        return logits, loss
 
     def matrices(self):
         """What Muon updates: the experts' stacks and attention, not the router."""

@@ -114,8 +114,6 @@ def test_config_model_brings_its_own_keys(other):
                        (["--n_layer=2", model], "n_layer.*model=other"),
                        (["--kind=2", model], "kind.*model=gpt2.*--model comes first")):
         assert re.search(said, refused(load_config, argv))
-    said = refused(resolve, replace(load_config([model]), loss_chunks=2), World())
-    assert said.startswith("loss_chunks=2 ") and "--loss_chunks=0" in said  # it has no head_loss
 
 
 def test_config_help_of_another_model(other, capsys):

@@ -91,6 +91,7 @@ sample.py
   --num_samples=0; --temperature=-1; --temperature=nan; --seed=9223372036854775808 | at least
   --bogus; --top_k=x | argument
   --start=FILE:/nowhere | No such file
+  --start=ids:; --start=ids:1,x; --start=ids:1,-2 | ids:1,2,3
   --out_dir=ODD/nothing; --out_dir=ODD/nothing --init_from=scratch | --out_dir
 extras/bench.py
   --steps=0 | at least 1

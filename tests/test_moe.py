@@ -36,12 +36,13 @@ def test_moe_asks_the_best_experts_of_each_token(tmp, n_expert, n_active):
     assert experts(x)[1].item() == pytest.approx(1)  # all chances are equal
 
 
-def test_moe_loss_has_the_blocks_mean_imbalance_as_its_second_term(tmp):
+def test_moe_loss_in_training_has_the_blocks_mean_imbalance_as_its_second_term(tmp):
     idx, losses = torch.arange(32).view(2, 16), []
     for balance in (0.0, 0.5):
-        model = plain_model(tiny(tmp, model="moe", balance=balance))
+        model = plain_model(tiny(tmp, model="moe", balance=balance)).train()
         seen = []
         for block in model.blocks:
             block.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out[1].item()))
         losses.append(model(idx, idx)[1].item())
+        assert model.eval()(idx, idx)[1].item() == losses[0]  # an evaluation has the first alone
     assert losses[1] - losses[0] == pytest.approx(0.5 * sum(seen) / len(seen), rel=1e-4)

@@ -59,21 +59,29 @@ def test_tools_sample_from_everything(tmp, tmp_path):
 
 
 @pytest.mark.parametrize("vocab_size, meta, known", [
-    (67, {}, False), (128256, {"vocab_size": 128256}, False), (67, {"made": "by hand"}, False),
+    (67, {}, False), (128256, {"vocab_size": 128256}, False), (67, {"tokenizer": "own"}, False),
     (67, {"chars": ["a", "b"]}, True), (257, {"vocab_size": 257, "tokenizer": "bytes"}, True)])
-def test_tools_sample_takes_no_tokenizer_that_it_does_not_know(
+def test_tools_sample_without_a_tokenizer_reads_and_prints_ids(
         tmp_path, capsys, vocab_size, meta, known):
     gpt = plain_gpt(vocab_size=vocab_size, n_embd=3)
     ckpt = dict(model=gpt.state_dict(), model_args=asdict(gpt.config), iter_num=1, meta=meta,
                 best_val_loss=1.0, config={"dataset": "gone"})
     torch.save(ckpt, tmp_path / "ckpt.pt")
-    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--start=a"]
+    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3"]
+
+    def said(*more):
+        sample.main([*argv, *more])
+        return capsys.readouterr().out
+
     if known:
-        sample.main(argv)
-        assert capsys.readouterr().out.startswith("a")
+        assert said("--start=a").startswith("a")
+        assert "," not in said("--start=ids:1,0")
     else:
-        said = refused(sample.main, argv)
-        assert "gone" in said and f"vocab_size={vocab_size}" in said and "meta.json" in said
+        assert re.match(r"5,66,\d+,\d+,\d+\n-", said("--start=ids:5,66"))
+        assert re.match(r"0,\d+,\d+,\d+\n-", said())
+        why = refused(sample.main, [*argv, "--start=a"])
+        assert "gone" in why and f"vocab_size={vocab_size}" in why and "ids:1,2,3" in why
+    assert f"{vocab_size} is beyond" in refused(sample.main, [*argv, f"--start=ids:1,{vocab_size}"])
 
 
 def test_tools_sample_temperature_divides_the_logits():

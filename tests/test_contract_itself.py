@@ -1,0 +1,200 @@
+"""
+What test_contract.py says of files with a mistake, one each, and that it has nothing to say of good
+ones: the smallest, and hybrid.py. Then experts without tokens.
+
+    python -m pytest -q tests/test_contract_itself.py
+"""
+
+import os
+import re
+import shutil
+
+import pytest
+import test_contract as contract
+import torch
+from harness import HERE, on_ranks, plain_model, read_ckpt, refused, run_training
+
+import metrics
+import train
+from data.loader import Batches
+from ranks import World
+
+pytest.importorskip("extras.moe")  # the mistakes are made in copies of it
+
+NORMAL = "return normal(shape, 0.02, key=(seed, name))"
+LAST = "ModelConfig = MoEConfig\nModel = MoE"
+LOSS = "loss + self.config.balance * unbalanced / self.config.n_layer"
+EXPERTS = "self.mlp = Experts(config)"
+BLOCKS = "blocks = [Block(config) for _ in range(config.n_layer)]"
+CALLS = "enumerate(self.blocks)"
+HEAD = "logits, loss = self.head_loss(x, targets)"
+OWN = "logits = self.lm_head(x)\n        loss = F.cross_entropy(logits.mT"
+OF_FLOATS = f"{OWN}.float(), targets, ignore_index=-1"
+COMPUTE = "            y = F.linear"
+BRANCH = f"            if not weights[..., e].any():\n                continue\n{COMPUTE}"
+STACK = "nn.Parameter(torch.empty(E, 2 * C, C))"
+LIST = "nn.ParameterList([torch.empty(2 * C, C) for _ in range(E)])"
+LAYERS = "        self.transformer.h ="
+REVERSED = "        self.transformer = nn.ModuleDict(dict(reversed(self.transformer.items())))\n"
+MATRICES = "    def matrices(self):"
+ANSWER = "return answer, unbalanced"
+SKIPPED = "if self.training and self.config.dropout and {}() < .5:\n            answer = 0 * answer"
+IN_FORWARD = "self.scale = nn.Parameter(torch.ones(1))\n        answer = answer * self.scale"
+FAULTS = {  # name: (what it says, then what moe.py has, what its copy has instead, ...)
+    # the parts
+    "sizes": ("add block_size to ModelConfig", LAST,
+              "@dataclass\nclass ModelConfig:\n    vocab_size: int = 9\n\n\nModel = MoE"),
+    "buffer": (r"has a buffer, transformer\.h\.0\.angles: .* compute it in forward", EXPERTS,
+               f"{EXPERTS}\n        self.register_buffer('angles', torch.empty(2))"),
+    "blocks": (r"take .*h\.0 out of", "[Block(config) for", "[nn.Identity() for"),
+    "one block": ("a block stands in Model.blocks twice", BLOCKS,
+                  "blocks = [Block(config)] * config.n_layer"),
+    "shared": (r"h\.0\.mlp\.c_fc and .*h\.1\.mlp\.c_fc are one parameter in two units", BLOCKS,
+               f"{BLOCKS}\n        blocks[1].mlp = blocks[0].mlp"),
+    "scalar": (r"make transformer\.h\.0\.bias a vector of one number", EXPERTS,
+               f"{EXPERTS}\n        self.bias = nn.Parameter(torch.empty(()))"),
+    "device": ("c_fc must be made where", "(E, 2 * C, C)", "(E, 2 * C, C, device='cpu')"),
+    # initial values
+    "other random": ("name: use normal", NORMAL, "return torch.randn(shape)"),
+    "no seed": ("from its seed", NORMAL, "return normal(shape, 0.02, key=name)"),
+    "no name": ("start equal", NORMAL, "return normal(shape, 0.02, key=(seed,))"),
+    "no value": (r"initial_value must know .*h\.0\.mlp\.c_fc \(ValueError", NORMAL, "pass"),
+    "none": (r"returns a NoneType for transformer\.h\.0\.mlp\.c_fc", NORMAL, "return None"),
+    # forward
+    "lazy": (r"make transformer\.h\.0\.mlp\.scale, .* in Model.__init__, not in forward", ANSWER,
+             f"{IN_FORWARD}\n        {ANSWER}"),
+    "hooks": ("call each block once", "block(x, None", "block.forward(x, None"),
+    "backwards": ("in their order", CALLS, "enumerate(reversed(self.blocks))"),
+    "last": ("of the last position", "self.lm_head(last)", "self.lm_head(x)"),
+    "python random": ("not from Python's random", "import math", "import math\nimport random",
+                      ANSWER, f"{SKIPPED.format('random.random')}\n        {ANSWER}"),
+    "numpy random": ("or NumPy's", "import math", "import math\nimport numpy as np",
+                     ANSWER, f"{SKIPPED.format('np.random.rand')}\n        {ANSWER}"),
+    "state": ("keep no state", HEAD, f"{HEAD}\n        loss = loss * self.grown()", MATRICES,
+              f"    def grown(self):\n        self.n = getattr(self, 'n', 99) + 1\n"
+              f"        return self.n / 100\n\n{MATRICES}"),
+    "meta": ("forward must run on the meta device", COMPUTE, BRANCH),
+    # the loss
+    "future": ("must depend on no later token", HEAD, f"x = x + x.mean(1, True)\n        {HEAD}"),
+    "padding": ("targets of -1 do not count", HEAD, f"{OWN}, targets)"),
+    "sum": (r"here 4\.\d+, not 6\d\.\d+: it is their sum", HEAD, f"{OF_FLOATS}, reduction='sum')"),
+    "padded mean": (r"here 4\.\d+, not 2\.\d+: it is divided by all targets", HEAD,
+                    f"{OF_FLOATS}, reduction='sum') / targets.numel()"),
+    "always": ("add what is for training only if self.training", "if self.training:", "if True:"),
+    "bf16": ("take the loss of bf16 logits in float32", HEAD,
+             f"{OWN}, targets, ignore_index=-1).float()"),
+    "bf16 loss": ("compute the loss in float32: use", HEAD, f"{OWN}, targets, ignore_index=-1)"),
+    "sum in training": (r"in training the loss is 6\d\.\d+, and in eval mode 4\.", LOSS,
+                        "loss * (targets != -1).sum()"),
+    # the rest
+    "chunks": ("forward call self.head_loss", HEAD, f"{OF_FLOATS})"),
+    "idle": (r"c_fc\.\d has no gradient .* ddp", STACK, LIST, COMPUTE,
+             BRANCH.replace("if not", "if not x.is_meta and not")),
+    "order": ("register modules in the order", LAYERS, REVERSED + LAYERS),
+    "positions": ("generation differs", "0 if cache is None else cache[0].length", "0"),
+}
+
+
+@pytest.fixture
+def copy(models):
+    """copy(name, before, after, ...): --model=moe_<name> is moe.py with changes."""
+    def make(name, *changes):
+        with open(os.path.join(HERE, "extras", "moe.py")) as f:
+            code = f.read()
+        for before, after in zip(changes[::2], changes[1::2]):
+            assert before in code
+            code = code.replace(before, after)
+        (models / f"moe_{name}.py").write_text(code)
+        return f"moe_{name}"
+    return make
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_contract_says_what_to_change(tmp, copy, name):
+    """One sentence, from the file alone."""
+    sentence, *changes = FAULTS[name]
+    faulty = copy(name.replace(" ", "_"), *changes)
+    with pytest.raises(pytest.fail.Exception, match=sentence) as e:
+        contract.test_contract_of_the_file(tmp, faulty)
+    assert "\n" not in str(e.value)
+    assert faulty in contract.WRONG  # so it is not trained
+
+
+def test_contract_says_what_only_ranks_show(tmp, copy):
+    outside = f"{LOSS} + 0 * self.blocks[0].ln_1.weight.sum()"
+    faulty = copy("outside", LOSS, outside)
+    contract.test_contract_of_the_file(tmp, faulty)
+    run = f"{faulty}-full_shard-2"
+    case = contract.cases_of(tmp, faulty, 2)[run]
+    contract.RESULTS[faulty, 2] = on_ranks(2, {run: case})
+    with pytest.raises(pytest.fail.Exception, match="in its own forward only") as e:
+        contract.test_contract_modes(tmp, faulty, "full_shard-2")
+    assert "\n" not in str(e.value)
+
+
+def test_contract_holds_for_the_smallest_file(tmp, models):
+    """docs/model_file.md has it; it lacks all that is optional."""
+    with open(os.path.join(HERE, "docs", "model_file.md")) as f:
+        code = re.search(r"^```python\n(.*?)^```", f.read(), re.M | re.S)[1]
+    (models / "smallest.py").write_text(code)
+    contract.test_contract_of_the_file(tmp, "smallest")
+    said = refused(train.train, contract.small(tmp, "smallest", loss_chunks=2))
+    assert said.startswith("loss_chunks=2: model=smallest ") and "--loss_chunks=0" in said
+
+
+def test_contract_holds_for_a_hybrid(tmp, models):
+    """In all modes at two ranks; at 3 and 4 too if you pass --model=hybrid from its own copy."""
+    shutil.copy(os.path.join(HERE, "tests", "hybrid.py"), models)
+    contract.test_contract_of_the_file(tmp, "hybrid")
+    for name, (world, _) in contract.MODES.items():
+        if world == 2:
+            contract.test_contract_modes(tmp, "hybrid", name)
+
+
+# ---------- experts without tokens, in a copy that leaves them out ------------
+# Some idle in each micro-batch. In a whole step none does, but expert 0, which is never used.
+
+
+@pytest.fixture
+def idle(copy):
+    never = BRANCH.replace("if not", "if e == 0 or not")
+    return copy("sparse", STACK, LIST, COMPUTE, never, "n_expert: int = 4", "n_expert: int = 8",
+                "n_active: int = 2", "n_active: int = 1")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_contract_idle_experts_train_when_sharded(tmp, idle, world):
+    """As in one process with the same rows, which has gradients of all but expert 0. That one
+    AdamW leaves alone there. Sharded it has a gradient of zeros: its weights decay. DDP stops."""
+    cfg = contract.small(tmp, idle, batch_size=1)
+    lacking = []
+    for micro in range(2):  # of the first two ranks
+        ours = plain_model(cfg).train()
+        ours(*Batches(cfg, World()).train(0, micro))[1].backward()
+        lacking.append({name for name, p in ours.named_parameters() if p.grad is None})
+    assert lacking[0] - lacking[1] and lacking[1] - lacking[0]  # else this proves nothing
+
+    runs = contract.cases_of(tmp, idle, world, batch_size=1)
+    apart = ("half", "muon", "compiled-ddp", "ddp-3")
+    names = [name for name, (n, _) in contract.MODES.items()
+             if n == world and not name.startswith(apart)]
+    results = on_ranks(world, {name: runs[f"{idle}-{name}"] for name in names}, timeout=150)
+    if world == 2:
+        assert "find_unused_parameters" in results.pop("ddp-2")[0]["error"]
+
+    expected = contract.plain(tmp, idle, batch_size=1)
+    unused = "transformer.h.1.mlp.c_fc.0"
+    start = plain_model(cfg).get_parameter(unused)
+    assert torch.equal(expected[2][unused], start)
+    for name in results:
+        run = f"{idle}-{name}"
+        contract.compare(tmp, run, contract.ran(results, name), expected, "FSDP2 fills in zeros")
+        left = read_ckpt(os.path.join(tmp, run))["model"][unused]
+        assert 0.9 < left.norm() / start.norm() < 1  # it decays
+
+
+def test_contract_run_without_flops_says_so_once(tmp, idle, capsys, monkeypatch):
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)  # else nobody counts
+    rows = run_training(tmp, "idle-single", model=idle, **contract.KEYS)
+    assert [row["mfu"] for row in rows] == [None] * 3
+    assert len(re.findall("^mfu n/a: .* meta ", capsys.readouterr().out, re.M)) == 1
