@@ -14,9 +14,14 @@ Another model is another file like this one: `--model=NAME` takes NAME.py beside
 extras/. It defines ModelConfig, a dataclass of keys, and Model, an nn.Module that has
     config                           its ModelConfig
     blocks                           the repeated layers in forward order: FSDP's units
-    forward(idx, targets, cache)     -> (logits, loss)
+    forward(idx, targets, cache)     -> (logits, loss). With targets: logits (B, T, V) or None,
+                                     and the mean cross-entropy in fp32 of the targets that
+                                     are not -1. Without: logits (B, 1, V) of the last
+                                     position, and None. cache: optional
     initial_value(name, shape, seed) -> the whole starting value of a parameter
-    head_loss(x, targets)            optional: what loss_chunks computes in pieces
+    head_loss(x, targets)            optional, for the key loss_chunks: from x (B, T, C), which
+                                     the last norm returns, to (logits, loss). If
+                                     self.loss_chunks is N > 0, in N pieces, and logits None
     matrices()                       optional: what Muon updates
 and no buffers. docs/model_file.md explains each; tests/test_contract.py checks your file.
 """

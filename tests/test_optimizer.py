@@ -7,12 +7,15 @@ test_activations.py.
 """
 
 import math
+import os
+import re
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import on_ranks, plain_gpt, run_training, tiny, values
+import torch.distributed as dist
+from harness import HERE, on_ranks, plain_gpt, run_training, tiny, values
 from torch.distributed.tensor import DTensor
 
 import train
@@ -101,6 +104,29 @@ def test_own_state_of_any_shape_is_saved_and_resharded(tmp):
             for kind in ("full", "sharded")})
     for kind in ("full", "sharded"):
         assert values(results, kind)[0] == pytest.approx(whole, rel=1e-6)
+
+
+def case_stock(tmp, optimizer):
+    """Losses of a run with one of PyTorch's optimizers."""
+    def make(model, cfg):
+        return getattr(torch.optim, optimizer)(model.parameters(), lr=cfg.learning_rate)
+
+    with patch.object(train, "make_optimizer", make):
+        name = f"{optimizer}-{dist.is_initialized()}"
+        rows = run_training(tmp, name, max_iters=4, eval_interval=4, gradient_accumulation_steps=3)
+    return [row["loss"] for row in rows]
+
+
+def test_stock_optimizers_agree_sharded(tmp):
+    """Those of which docs/fsdp.md says so: on 3 ranks as on one process."""
+    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+        row = re.search(r"^\| (SGD, .*?) \|", f.read(), re.M)[1]
+    names = row.split(", ")
+    assert len(names) == 9
+    sharded = on_ranks(3, {name: (case_stock, dict(tmp=tmp, optimizer=name)) for name in names})
+    for name in names:
+        alone = case_stock(tmp, name)
+        assert values(sharded, name)[0] == pytest.approx(alone, rel=1e-6), name
 
 
 def test_own_state_is_in_the_plan(tmp):
