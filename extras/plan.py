@@ -3,7 +3,8 @@ What will a config cost? Memory and traffic of a step, on GPUs that you need not
 
     python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu_memory=80
     python -m extras.plan config/gpt3_13b.py --gpu_memory=139 --host_memory=256 --cpu_offload=0.4
-    python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu_memory=48 --plot=memory.png
+    python -m extras.plan config/llama2_7b.py --world_size=8 --plot=memory.png
+    python -m extras.plan config/quickstart.py --world_size=2 --strategy=full_shard --events
 
 Every number is rehearsed (rehearse.py): the real step, on fake tensors, as rank 0 of that
 many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation (so a
@@ -12,9 +13,11 @@ plan fits if it takes at most 90% of a GPU), and what compiling saves.
 
 import math
 import os
+import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -38,7 +41,7 @@ COLUMNS = (*ON_DEVICE, "peak", "host", "sent")
 def plan(cfg, world, machine):
     """A row: the bytes that rank 0 holds at its peak, by kind, and where in the step that is;
     bytes of its node's host memory; bytes that it sends in a step."""
-    timeline, marks, collectives = rehearse(cfg, world)
+    timeline, marks, events = rehearse(cfg, world)
     on_device = timeline[:, 1:].sum(axis=1)
     top = int(on_device.argmax())
     peak = on_device[top]
@@ -55,23 +58,81 @@ def plan(cfg, world, machine):
     row["peak"] = peak
     row["where"] = marks_before[-1]
     row["host"] = host
-    row["sent"] = sent_bytes(collectives)
+    row["sent"] = sum(event.times * event.sent() for event in events)
     # A tenth is left for what is not counted.
     fits_device = peak <= 0.9 * machine.gpu_memory
     row["fits"] = fits_device and host <= machine.host_memory
     row["timeline"] = timeline
     row["marks"] = marks
+    row["events"] = events
     return row
 
 
-def sent_bytes(collectives):
-    """What a rank sends if each collective goes round a ring: all of the buffer but a rank's
-    share, and in an all-reduce, which reduces and then gathers, twice that."""
-    sent = 0
-    for (kind, ranks), size in collectives.items():
-        rounds = 2 if kind == "all_reduce" else 1
-        sent += rounds * size * (ranks - 1) / ranks
-    return sent
+# ---------- what happens in a step --------------------------------------------
+
+
+def print_events(row, micro_batches, unit, name, fold=True):
+    """Gathers, frees, reductions and the update, in order: bytes sent, and what the device
+    holds after each. fold: where a block does as the one before, one line says so."""
+    title = f"{row['strategy']}, a step of rank 0, in {name}"
+    print(f"\n{title:54s}{'sent':>8s}{'held':>14s}")
+    if row["strategy"] == "ddp":
+        print("(DDP reduces its gradients in buckets of 25 MiB, as they fill; here by block)")
+    events = [e for e in row["events"] if e.where not in ("clip", "optimizer")]
+    update = [e for e in row["events"] if e not in events]
+    rehearsed = update[-1].micro_batch
+    first = 1
+    for n in range(1, rehearsed + 1):
+        # The last but one stands for those that were left out.
+        last = first + micro_batches - rehearsed if n == rehearsed - 1 else first
+        many = f"micro-batches {first} to {last} of {micro_batches}, each"
+        print(many if last > first else f"micro-batch {first} of {micro_batches}")
+        here = [e for e in events if e.micro_batch == n]
+        print_steps(here, row, unit, fold)
+        if not here:
+            print("  nothing is gathered, freed or reduced")
+        first = last + 1
+    print("update")
+    print_steps(update, row, unit, fold)
+
+
+def print_steps(events, row, unit, fold):
+    """The events of a micro-batch, block by block."""
+    same = []  # places where the same happens as in the one before
+    before = None
+    for where, group in groupby(events, key=lambda e: e.where):
+        here = list(group)
+        pattern = [(e.what, relative(e.unit, where), e.size) for e in here]
+        if fold and pattern == before and "block" in where:
+            same.append(where)
+            continue
+        print_same(same)
+        same = []
+        before = pattern
+        for e in here:
+            what = e.what.replace("_", "-")
+            sent = f"{e.sent() / unit:,.2f}" if e.size else ""
+            held = row["timeline"][e.row, 1:].sum() / unit
+            print(f"  {where:20s}{what:16s}{e.unit:16s}{sent:>8s}{held:14,.2f}")
+            where = ""
+    print_same(same)
+
+
+def print_same(places):
+    if places:
+        numbers = [place.partition(" block ")[2] for place in places]
+        phase, _, _ = places[0].partition(",")
+        some = f"blocks {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"block {numbers[0]}"
+        print(f"  {phase}, {some}: the same")
+
+
+def relative(unit, where):
+    """Of a unit of block 5 in "backward, block 6": -1 and the rest of its name."""
+    found = re.match(r"block (\d+)(.*)", unit)
+    here = re.search(r"block (\d+)", where)
+    if not found or not here:
+        return unit
+    return int(found[1]) - int(here[1]), found[2]
 
 
 # ---------- which strategies --------------------------------------------------
@@ -118,7 +179,8 @@ def variants(cfg, size, machine):
 
 # ---------- the picture -------------------------------------------------------
 
-COLORS = ("#2f4b7c", "#665191", "#d45087", "#ff7c43", "#ffc971")
+# From dark to light: they differ in grey too, and for colour-blind readers (viridis).
+COLORS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
 # The marks at which phases begin, and where on the x axis that is: they are as wide as they
 # last, roughly. The last one ends at END.
 PHASES = {
@@ -132,65 +194,103 @@ TICKS = {"forward": 0.5, "loss": 1.2, "backward": 2.3, "step": 3.4}
 
 
 def draw(rows, machine, unit, name, title, path):
-    """A panel for each strategy: what a GPU holds during a step's last micro-batch, stacked.
-    unit, name: of the y axis, in bytes, and what it is called."""
+    """For each strategy what a GPU holds during a step's last micro-batch, stacked, and under
+    it which units are whole. unit, name: of the y axis, in bytes, and what it is called."""
     Figure = package("matplotlib.figure", "--plot").Figure
     # A Figure of its own, not pyplot's: that would look for a screen.
-    figure = Figure(figsize=(3 * len(rows) + 1.5, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(3.2 * len(rows) + 1, 6.4), layout="constrained")
+    panels, below = figure.subplots(
+        2, len(rows), sharex=True, sharey="row", squeeze=False, height_ratios=(5, 2))
     highest = max(row["peak"] for row in rows)
     limit = machine.gpu_memory / unit
-    for panel, row in zip(panels, rows):
-        draw_panel(panel, row, unit)
+    names = unit_names(rows)
+    for row, panel, panel_below in zip(rows, panels, below):
+        x = x_of_rows(row)
+        draw_memory(panel, row, x, unit)
+        draw_units(panel_below, row, x, names)
         peak = row["peak"] / unit
-        panel.set_title(f"{row['strategy']}\npeak {peak:,.1f} {name}")
-        between = list(PHASES.values())[1:]
-        panel.vlines(between, 0, highest / unit, color="black", alpha=0.15, lw=0.8)
+        panel.set_title(f"{row['strategy']}: peak {peak:,.1f} {name}", fontsize=14)
         if machine.gpu_memory < 3 * highest:  # a higher line would press the rest flat
             panel.axhline(
                 limit,
                 color="black",
                 ls="--",
-                label=f"GPU: {limit:.0f} {name}",
+                label=f"a GPU: {limit:.0f} {name}",
             )
-    panels[0].set_ylabel(f"{name} on a GPU")
-    figure.suptitle(f"{title}: what a GPU holds during a training step")
+        for each in (panel, panel_below):
+            for between in list(PHASES.values())[1:]:
+                each.axvline(between, color="black", alpha=0.2, lw=0.8)
+    panels[0].set_ylabel(f"{name} on a GPU", fontsize=12)
+    panels[0].tick_params(labelsize=12)
+    below[0].set_ylabel("units that are whole", fontsize=12)
+    figure.suptitle(title, fontsize=16)
     # All panels have the same kinds, so one legend serves them all.
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
         handles[::-1],  # from the top down, as they are stacked
         labels[::-1],
-        loc="outside right center",
+        loc="outside lower center",
+        ncols=len(handles),
+        fontsize=12,
+        handlelength=1.2,
+        columnspacing=1.2,
         frameon=False,
     )
     figure.savefig(path, dpi=150)
     return figure
 
 
-def draw_panel(panel, row, unit):
-    # Where each phase starts. A step has many micro-batches; the last overwrites the others.
+def x_of_rows(row):
+    """Where on the x axis each row of the timeline is. A step has many micro-batches: only
+    the last is drawn, and what comes before lies left of 0."""
     start = {}
     for n, where in row["marks"]:
-        start[where] = n
-    first = start["forward"]
-    timeline = row["timeline"]
-    last = len(timeline) - 1
+        start[where] = n  # the last of each
+    last = len(row["timeline"]) - 1
     bounds = [start[where] for where in PHASES]
-    x = np.interp(
-        range(first, last + 1),
-        [*bounds, last],
-        [*PHASES.values(), END],
-    )
+    return np.interp(range(last + 1), [*bounds, last], [*PHASES.values(), END], left=-1)
+
+
+def draw_memory(panel, row, x, unit):
+    drawn = x >= 0
     panel.stackplot(
-        x,
-        timeline[first:, 1:].T / unit,
+        x[drawn],
+        row["timeline"][drawn, 1:].T / unit,
         labels=ON_DEVICE,
         colors=COLORS,
         lw=0,
     )
-    panel.set_xticks(list(TICKS.values()), TICKS, fontsize=9)
     panel.set_xlim(0, END)
     panel.set_ylim(0, None)
+
+
+def unit_names(rows):
+    """The units in the order of their first gather, the root first; none if all rows are of
+    strategies that gather nothing."""
+    names = {}
+    for row in rows:
+        names.update(dict.fromkeys(e.unit for e in row["events"] if e.what == "all_gather"))
+    return list(names) or ["the model"]
+
+
+def draw_units(panel, row, x, names):
+    """A bar from each gather of a unit to its free."""
+    gathers = {}  # {unit: where its gather is on the x axis}
+    bars = {name: [] for name in names}
+    for e in row["events"]:
+        if e.what == "all_gather":
+            gathers[e.unit] = max(0, x[e.row])
+        elif e.what == "free":
+            begin = gathers.pop(e.unit)
+            if x[e.row] > begin:  # else it is of an earlier micro-batch
+                bars[e.unit].append((begin, x[e.row] - begin))
+    gathers_nothing = not any(bars.values())
+    for y, name in enumerate(names):
+        spans = [(0, END)] if gathers_nothing else bars[name]
+        panel.broken_barh(spans, (y - 0.5, 1), color=COLORS[3], lw=0)
+    panel.set_ylim(-0.5, len(names) - 0.5)
+    panel.set_yticks([0, len(names) - 1], [names[0], names[-1]], fontsize=12)
+    panel.set_xticks(list(TICKS.values()), TICKS, fontsize=12)
 
 
 # ---------- the command -------------------------------------------------------
@@ -221,6 +321,10 @@ def parse(argv):
         help="GiB of a node")
     add("--plot", metavar="FILE.png",
         help="draw a step's memory; .svg, .pdf too")
+    add("--events", choices=("folded", "all"),
+        help="what happens in the step, in order; =all: of every block")
+    # A config file may follow: --events alone must not take it as its value.
+    argv = ["--events=folded" if arg == "--events" else arg for arg in argv]
     own, rest = parser.parse_known_args(argv)
 
     for key in ("world_size", "gpus_per_node", "gpu_memory", "host_memory"):
@@ -279,7 +383,14 @@ def main(argv):
         if placed.strategy != "single" or size == 1:
             rows.append(row)
 
+    if machine.events:
+        for row in rows:
+            print_events(row, steps // size, unit, name, fold=machine.events == "folded")
+        print()
     if machine.plot:
+        files = [arg for arg in rest if not arg.startswith("--")]
+        title = os.path.basename(files[-1]).removesuffix(".py") if files else cfg.model
+        title += f" on {size} GPUs of {memory:.0f} GiB: what each holds during a training step"
         draw(rows, machine, unit, name, title, machine.plot)
         print(f"wrote {machine.plot}")
     fitting = [row["strategy"] for row in rows if row["fits"]]  # the simplest first

@@ -3,12 +3,11 @@ A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 
 of ranks, on fake tensors, which have shapes and no memory. A ledger notes what each storage
 holds.
 
-    timeline, marks, collectives = rehearse(cfg, world)
+    timeline, marks, events = rehearse(cfg, world)
 
 This works for any model file and any key. All private parts of PyTorch that it needs are here.
 """
 
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from optimizer import allocate_state
 
 try:
     from torch._subclasses import FakeTensorMode
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 except ImportError as e:
@@ -42,12 +42,12 @@ KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activation
 def rehearse(cfg, world):
     """A training step of rank 0:
 
-    timeline     bytes of each of KINDS after every change: (changes, kinds)
-    marks        [(change, where)]: from there on it is in forward, head, backward or optimizer
-    collectives  {(kind, ranks in the group): bytes of their whole buffers in the step}
+    timeline  bytes of each of KINDS after every change: (changes, kinds)
+    marks     [(row of the timeline, where)]: from there on the step is at this place
+    events    [Event]: what is gathered, freed, reduced, sent and updated, in order
     """
-    # Two micro-batches take the memory of any number. With grad_sync=last the first one, the
-    # last one and those between send different amounts, so it takes three.
+    # Two micro-batches take the memory of any number: the first stands for all but the last.
+    # With grad_sync=last the first one sends something else too, so it takes three.
     micro_batches = cfg.gradient_accumulation_steps // world.size
     rehearsed = min(micro_batches, 3 if cfg.grad_sync == "last" else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
@@ -60,20 +60,17 @@ def rehearse(cfg, world):
         with stand_ins(fake, ledger, cfg, on_gpu):
             world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
             model = train.meta_model(cfg)
+            ledger.unit_names = name_units(model)
             wrapped = train.parallelize(model, cfg, world)
             with fake, ledger:
                 timeline, marks = step(wrapped, model, cfg, world, ledger)
     finally:
         dist.destroy_process_group()
 
-    collectives = Counter()
-    for sent in ledger.collectives:
-        collectives.update(sent)  # adds
-    left_out = micro_batches - rehearsed
-    if left_out:  # each of them does what the last but one did
-        for key, size in ledger.collectives[-2].items():
-            collectives[key] += size * left_out
-    return timeline, marks, collectives
+    for event in ledger.events:
+        if event.micro_batch == rehearsed - 1:  # it stands for those left out, too
+            event.times += micro_batches - rehearsed
+    return timeline, marks, ledger.events
 
 
 def step(wrapped, model, cfg, world, ledger):
@@ -119,13 +116,28 @@ def place_marks(model, optimizer, ledger):
                 x.register_hook(mark(f"backward, block {i}"))
         return after_forward
 
-    # First of all: FSDP's own hooks gather the root, which belongs to the forward.
+    # First of all: FSDP's own hooks gather the root, which belongs to the forward, and a block
+    # before its forward and its backward.
     model.register_forward_pre_hook(mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
-        block.register_forward_hook(mark_backward(i))
+        block.register_forward_pre_hook(mark(f"forward, block {i}"), prepend=True)
+        block.register_forward_hook(mark_backward(i), prepend=True)
     model.blocks[-1].register_forward_hook(mark("forward, head"))
     model.register_forward_hook(mark("backward, head"))
     optimizer.register_step_pre_hook(mark("optimizer"))
+    optimizer.register_step_post_hook(lambda *args: ledger.event("step"))
+
+
+def name_units(model):
+    """{module: what to call it as a unit}."""
+    names = {module: name for name, module in model.named_modules()}
+    units = {module: name for module, name in names.items()}
+    for i, block in enumerate(model.blocks):
+        for module in block.modules():
+            inside = names[module].removeprefix(names[block])
+            units[module] = f"block {i}{inside}"
+    units[model] = "root"
+    return units
 
 
 # ---------- the ledger --------------------------------------------------------
@@ -154,9 +166,29 @@ class Entry:
     pinned: bool = True  # if it is in host memory: do a GPU's copies begin or end there?
 
 
+@dataclass
+class Event:
+    """One thing that happens between ranks or to a unit. size, ranks: of a collective's whole
+    buffer, in bytes, and of its group."""
+    what: str  # all_gather, reduce_scatter, all_reduce, all_to_all, free or step
+    unit: str  # root, block 3, block 3.mlp; none of clipping's and the optimizer's
+    where: str  # the last mark
+    row: int  # of the timeline, just after it
+    micro_batch: int  # from 1
+    size: int = 0
+    ranks: int = 1
+    times: int = 1  # in the step: a rehearsed micro-batch may stand for several
+
+    def sent(self):
+        """Bytes that a rank sends, if it goes round a ring: all of the buffer but a rank's
+        share, and in an all-reduce, which reduces and then gathers, twice that."""
+        rounds = 2 if self.what == "all_reduce" else 1
+        return rounds * self.size * (self.ranks - 1) / self.ranks
+
+
 class Ledger(TorchDispatchMode):
-    """How many bytes each storage takes from when to when. Its kind may turn out later: a
-    gradient is an activation until FSDP reduces it."""
+    """How many bytes each storage takes from when to when, and what happens meanwhile. A
+    storage's kind may turn out later: a gradient is an activation until FSDP reduces it."""
 
     def __init__(self, pins_host_memory):
         super().__init__()
@@ -164,12 +196,37 @@ class Ledger(TorchDispatchMode):
         self.entries = WeakKeyDictionary()  # of the storages that are alive
         self.changes = []  # [(entry, bytes more or less)]
         self.marks = []  # [(number of changes before it, where)]
-        self.collectives = []  # a Counter for each micro-batch
+        self.events = []
+        self.micro_batch = 0
+        self.unit = ""  # that FSDP or DDP is busy with
+        self.unit_names = {}  # {module: name}
 
     def mark(self, where):
         self.marks.append((len(self.changes), where))
         if where == "forward":
-            self.collectives.append(Counter())
+            self.micro_batch += 1
+
+    @contextmanager
+    def busy_with(self, module):
+        before = self.unit
+        self.unit = self.unit_names[module]
+        yield
+        self.unit = before
+
+    def event(self, what, size=0, ranks=1):
+        if not self.micro_batch:
+            return  # before the step
+        _, where = self.marks[-1]
+        now = len(self.changes)
+        new = Event(what, self.unit, where, now, self.micro_batch, size, ranks)
+        if what in ("free", "all_reduce") and self.events:
+            # A unit is freed tensor by tensor, and our DDP reduces so.
+            last = self.events[-1]
+            if replace(last, row=now, size=size) == new:
+                last.row = now
+                last.size += size
+                return
+        self.events.append(new)
 
     def label(self, kind, tensors, pinned=True):
         """Note what the tensors of a pytree are."""
@@ -208,11 +265,11 @@ class Ledger(TorchDispatchMode):
             self.label(TELLING[name], (args, kwargs))
         elif name == "aten._to_copy" and self.kind(args[0]) == "parameters":
             self.label("gathered", out)  # parameters in the compute type
-        if name in COLLECTIVES and self.collectives:
+        if name in COLLECTIVES:
             kind, buffer, group = COLLECTIVES[name]
             ranks = dist.ProcessGroup.unbox(args[group]).size()
             size = sum(t.nbytes for t in tree_leaves(args[buffer]))
-            self.collectives[-1][kind, ranks] += size
+            self.event(kind, size, ranks)
         return out
 
     def timeline(self):
@@ -224,6 +281,8 @@ class Ledger(TorchDispatchMode):
             row[KINDS.index(entry.kind)] = size
         start, _ = self.marks[0]
         marks = [(n - start, where) for n, where in self.marks]
+        for event in self.events:
+            event.row -= start
         return changes.cumsum(axis=0)[start - 1:], marks
 
 
@@ -254,6 +313,8 @@ def stand_ins(fake, ledger, cfg, on_gpu):
     def listed_resize(storage, size):  # FSDP's way to allocate and free what it gathers
         resize(storage, size)
         ledger.note(storage, "gathered")
+        if size == 0:
+            ledger.event("free")
 
     memory = {}  # module: the kind of its parameters
 
@@ -282,6 +343,18 @@ def stand_ins(fake, ledger, cfg, on_gpu):
         ledger.label("host", copy)
         return copy
 
+    def of_unit(method):  # which unit it is that FSDP gathers, frees or reduces
+        def call(group, *args):
+            with ledger.busy_with(group.modules[0]):
+                return method(group, *args)
+        return call
+
+    clip = fsdp.clip_grad_norm
+
+    def marked_clip(*args):
+        ledger.mark("clip")
+        return clip(*args)
+
     def update_nothing(*args, **kwargs):
         """It works in place and allocates nothing. For fake DTensors PyTorch would run it on
         copies of all of them."""
@@ -293,8 +366,13 @@ def stand_ins(fake, ledger, cfg, on_gpu):
         patch.object(torch.Tensor, "cpu", to_cpu),
         patch.object(torch, "_fused_adamw_", update_nothing),
         patch.object(fsdp, "fully_shard", listed_fully_shard),
-        patch.object(fsdp, "DistributedDataParallel", ddp_in(getattr(torch, cfg.reduce_dtype))),
+        patch.object(fsdp, "clip_grad_norm", marked_clip),
+        patch.object(
+            fsdp, "DistributedDataParallel", ddp_in(getattr(torch, cfg.reduce_dtype), ledger)),
     ]
+    for name in ("unshard", "reshard", "post_backward"):
+        method = of_unit(getattr(FSDPParamGroup, name))
+        patches.append(patch.object(FSDPParamGroup, name, method))
     if on_gpu:
         patches += gpu_kernels()
     with ExitStack() as stack:
@@ -334,7 +412,7 @@ def gpu_kernels():
     ]
 
 
-def ddp_in(reduce_dtype):
+def ddp_in(reduce_dtype, ledger):
     """A class in place of DDP, whose reducer is C++ and needs real memory: it reduces each
     gradient by itself, which holds and sends as many bytes as buckets do."""
 
@@ -344,6 +422,7 @@ def ddp_in(reduce_dtype):
             self.module = module
             self.require_backward_grad_sync = True  # fsdp.set_grad_sync sets it
             self.copies = []  # in reduce_dtype; NCCL keeps them until all is reduced
+            self.blocks = {p: block for block in module.blocks for p in block.parameters()}
             for p in module.parameters():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self.reduce)
@@ -357,7 +436,8 @@ def ddp_in(reduce_dtype):
         def reduce(self, p):
             if self.require_backward_grad_sync:
                 self.copies.append(p.grad.to(reduce_dtype))
-                dist.all_reduce(self.copies[-1])
+                with ledger.busy_with(self.blocks.get(p, self.module)):
+                    dist.all_reduce(self.copies[-1])
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self.copies.clear)  # at the end of backward
 

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, python, refused
+from harness import HERE, built, heard, on_ranks, python, refused, steps, tiny, values
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,7 +34,7 @@ import train
 from configurator import SHARDED, STRATEGIES, load_config
 from extras import plan
 from extras.muon import divide
-from extras.rehearse import KINDS, rehearse
+from extras.rehearse import KINDS, Event, rehearse
 from ranks import World
 
 GIB = 2**30
@@ -399,8 +400,95 @@ def test_plan_rehearsed_collectives_are_the_closed_formula(name, more):
     n = [int(flag.split("=")[1]) for flag in more if flag.startswith("micro_batches")]
     cfg = load_config([*flags, f"--gradient_accumulation_steps={size * sum(n or [1])}"])
     cfg, world = plan.place(cfg, size, MACHINE)
-    _, _, collectives = rehearse(cfg, world)
+    _, _, events = rehearse(cfg, world)
+    collectives = Counter()
+    for e in events:
+        if e.size:
+            collectives[e.what, e.ranks] += e.times * e.size
     assert collectives == formulas.traffic(train.meta_model(cfg), cfg, world)
+
+
+@pytest.mark.parametrize("more", [
+    [], ["--prefetch_blocks=2"], ["--cpu_offload=0.5"], ["--wrap_min_params=2000"],
+    ["--activation_checkpointing=full"], [r"--freeze=wte|wpe|h\.0\."], ["--grad_sync=last"]])
+@pytest.mark.parametrize("name", [name for name in WAYS if name != "ddp"])
+def test_plan_every_gathered_unit_is_freed(name, more):
+    """And it is gathered by itself: never twice without a free. So each has a place and a row."""
+    size, argv = WAYS[name]
+    flags = [*TINY, *argv, *more, f"--gradient_accumulation_steps={2 * size}"]
+    timeline, _, events = rehearse(*plan.place(load_config(flags), size, MACHINE))
+    whole = set()
+    for e in events:
+        if e.what == "all_gather":
+            assert e.unit not in whole and e.where.startswith(("forward", "backward"))
+            whole.add(e.unit)
+        elif e.what == "free":
+            whole.remove(e.unit)
+    assert whole == set()
+    rows = [e.row for e in events]
+    assert rows == sorted(rows) and 0 < rows[0] and rows[-1] < len(timeline)
+    assert [e.what for e in events][-1] == "step"
+
+
+def case_collectives(tmp, **keys):
+    """[(kind, ranks, bytes)] that a real step asks for, in order."""
+    run = built(tmp, **keys)
+    with heard() as calls:
+        steps(run)
+    return [(kind, ranks, size) for kind, ranks, _, size in calls]
+
+
+ORDERS = {name: dict(strategy="full_shard", dropout=0.1, **keys) for name, keys in dict(
+    plain={}, muon=dict(optimizer="muon"), offload=dict(cpu_offload=0.5, prefetch_blocks=1),
+    zero2=dict(grad_sync="last"), size=dict(wrap_min_params=2000),
+    bf16=dict(dtype="bfloat16", activation_checkpointing="full", loss_chunks=2)).items()}
+ORDERS["zero2"]["strategy"] = "shard_grad_op"
+
+
+def test_plan_events_come_in_the_order_of_a_real_step(tmp):
+    """Kind, group and bytes of every collective, one by one, of two micro-batches on 2 ranks."""
+    keys = {name: dict(keys, gradient_accumulation_steps=4) for name, keys in ORDERS.items()}
+    real = on_ranks(2, {name: (case_collectives, dict(tmp=tmp, **keys[name])) for name in keys})
+    for name in keys:
+        cfg, world = plan.place(tiny(tmp, **keys[name]), 2, MACHINE)
+        _, _, events = rehearse(cfg, world)
+        planned = [[e.what, e.ranks, e.size] for e in events if e.size]
+        assert len(planned) > 8 and planned == values(real, name)[0], name
+
+
+def test_plan_prints_the_events_of_the_docs(capsys):
+    """docs/fsdp.md walks through the quickstart's, and counts them. In =all nothing is folded, and
+    what is sent adds up to the table's column."""
+    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+        text = f.read()
+    said = re.search(r"(python -m extras\.plan .*--events)\n```\n+```text\n(.*?)```", text, re.S)
+    flags = said[1].split()[3:] + ["--vocab_size=256"]
+    plan.main(flags)
+    out = capsys.readouterr().out
+    assert said[2] in out
+    plan.main([flag.replace("--events", "--events=all") for flag in flags])
+    out = capsys.readouterr().out
+    assert (out.count("all-gather"), out.count("reduce-scatter")) == (9, 5)
+    table, _, steps = out.partition("a step of rank 0")
+    column = re.findall(r"(?:all-gather|scatter|all-reduce).{18}\s*(\d+\.\d+) ", steps)
+    sent = float(re.search(r"^full_shard.* ([\d.]+)  yes", table, re.M)[1])
+    assert len(column) == 15 and sum(map(float, column)) == pytest.approx(sent, abs=0.05)
+
+
+def test_plan_events_fold_blocks_that_do_the_same(capsys):
+    """A line each at the ends, where a neighbour is missing. Three micro-batches of 7 stand for
+    all; a config file may follow the flag."""
+    lines = command(capsys, *TINY, "--n_layer=9", "--events", "--world_size=2",
+                    "--strategy=full_shard", "--gradient_accumulation_steps=14",
+                    "--prefetch_blocks=2", "--grad_sync=last")
+    for line in ("micro-batch 1 of 7", "micro-batches 2 to 6 of 7, each", "micro-batch 7 of 7",
+                 "  forward, blocks 2 to 6: the same", "  backward, blocks 6 to 2: the same"):
+        assert line in lines
+    lines = command(capsys, *TINY, "--events", "--world_size=2", "--gradient_accumulation_steps=6")
+    assert [line.split(",")[0] for line in lines if "a step of rank 0" in line] == [
+        "ddp", "shard_grad_op", "full_shard"]
+    out = "\n".join(lines)
+    assert "buckets of 25 MiB" in out and out.count("nothing is gathered") == 2
 
 
 def test_plan_one_process_sends_nothing():
@@ -415,7 +503,9 @@ def test_plan_one_process_sends_nothing():
 def test_plan_sent_bytes_are_a_rings(collectives, sent):
     """(W - 1) / W of the buffer for a gather, a scatter or an exchange, twice that for an
     all-reduce."""
-    assert plan.sent_bytes(collectives) == sent
+    events = [Event(kind, "", "", 0, 1, size, ranks)
+              for (kind, ranks), size in collectives.items()]
+    assert sum(e.sent() for e in events) == sent
 
 
 @pytest.mark.parametrize("size, host, device, fits", [
@@ -425,7 +515,7 @@ def test_plan_fits_in_nine_tenths_of_a_gpu_and_a_nodes_host_memory(size, host, d
     machine = SimpleNamespace(gpus_per_node=8, gpu_memory=100, host_memory=80)
     timeline = np.zeros((3, len(KINDS)))
     timeline[1:, :2] = (host, 1), (0, device)
-    seen = timeline, [(0, "forward"), (1, "optimizer")], {}
+    seen = timeline, [(0, "forward"), (1, "optimizer")], []
     with patch.object(plan, "rehearse", lambda cfg, world: seen):
         one = plan.plan(*plan.place(load_config([]), size, machine), machine)
     assert (one["host"], one["peak"], one["fits"]) == (min(size, 8) * host, device, fits)
@@ -561,8 +651,9 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
                   "--vocab_size=5000", "--gradient_accumulation_steps=8", "--grad_sync=last")
     assert path.read_bytes().startswith(b"\x89PNG") and f"wrote {path}" in out
     rows, figure = figures[0]
-    names = [panel.get_title().split()[0] for panel in figure.axes]
+    names = [panel.get_title().split(":")[0] for panel in figure.axes[:3]]
     assert names == [r["strategy"] for r in rows] == ["ddp", "shard_grad_op", "full_shard"]
+    assert figure.get_suptitle().startswith("gpt2 on 4 GPUs of ")
     assert figure.axes[0].get_ylabel() == "MiB on a GPU"
     for row, panel in zip(rows, figure.axes):
         filled = [c for c in panel.collections if isinstance(c, collections.PolyCollection)]
@@ -577,8 +668,32 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
         begins = {"forward": 0, "forward, head": 1, "backward, head": 1.4, "optimizer": 3.2}
         assert (x[1:] >= x[:-1]).all() and x[-1] == 3.6
         assert [x[start[where] - first] for where in begins] == list(begins.values())
-        lines = [line.get_ydata()[0] for line in panel.lines]
-        assert lines == ([512] if gpu_memory == 0.5 else [])  # the GPU's size
+        lines = {line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--"}
+        assert lines == ({512} if gpu_memory == 0.5 else set())  # the GPU's size
+
+
+def test_plan_plot_shows_which_unit_is_whole_when(tmp_path, monkeypatch):
+    """Of the last of 3 micro-batches; under each strategy a row for each unit, the root lowest."""
+    pytest.importorskip("matplotlib")
+    figures, draw = [], plan.draw
+    monkeypatch.setattr(plan, "draw", lambda rows, *a: figures.append(draw(rows, *a)))
+    plan.main([*SMALL, "--world_size=4", f"--plot={tmp_path}/m.svg", "--vocab_size=500",
+               "--gradient_accumulation_steps=12"])
+    bars = []  # of each strategy: {unit: [(from, to)]}
+    for panel in figures[0].axes[3:]:
+        spans = [(box.x0, box.x1, round(box.y0 + 0.5)) for c in panel.collections
+                 for box in (path.get_extents() for path in c.get_paths())]
+        bars.append([[(x0, x1) for x0, x1, y in spans if y == unit] for unit in range(4)])
+    ticks = figures[0].axes[3].get_yticklabels()
+    assert [tick.get_text() for tick in ticks] == ["root", "block 2"]
+    ddp, zero2, zero3 = bars
+    assert ddp == [[(0, 3.6)]] * 4
+    assert [len(unit) for unit in zero2] == [1, 1, 1, 1]
+    assert [len(unit) for unit in zero3] == [1, 2, 2, 2]
+    for a, b in zip(zero2[1:], zero2[2:]):  # a staircase: the last in is the first out
+        assert a[0][0] < b[0][0] < 1 and 1.4 < b[0][1] < a[0][1] < 3.2
+    for a, b in zip(zero3[1:], zero3[2:]):  # one by one up, and one ahead down
+        assert a[0][1] < b[0][0] < b[0][1] <= 1 and b[1][0] < a[1][0] < b[1][1] < a[1][1]
 
 
 def test_plan_refused_leaves_an_earlier_picture_whole(tmp_path):
