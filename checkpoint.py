@@ -17,7 +17,6 @@ of all files. It makes the directory complete. So a kill at any moment leaves th
 complete checkpoint. Nothing in a checkpoint can run code.
 """
 
-import fcntl
 import json
 import os
 import pickle
@@ -50,6 +49,11 @@ from ranks import (
     print0,
     run,
 )
+
+try:
+    import fcntl
+except ModuleNotFoundError as e:
+    raise SystemExit(f"{e}: take Linux or macOS, and on Windows WSL 2")
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
 # Other programs' masks and angles, which are no parameters.

@@ -13,7 +13,6 @@ A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 import json
 import math
 import os
-import resource
 import sys
 import time
 from contextlib import contextmanager
@@ -79,6 +78,8 @@ def peak_memory(device):
     """Bytes: the allocator's peak on CUDA, elsewhere the process's peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows, where checkpoint.py has said so before
+
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

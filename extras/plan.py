@@ -179,8 +179,10 @@ def variants(cfg, size, machine):
 
 # ---------- the picture -------------------------------------------------------
 
-# From dark to light: they differ in grey too, and for colour-blind readers (viridis).
+# Of ON_DEVICE, from dark to light: the colours differ in grey too, and for colour-blind readers
+# (viridis). With ddp nothing is gathered, but autocast keeps copies in bf16: they count as that.
 COLORS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
+LABELS = ("parameters", "optimizer", "gradients", "gathered or cast", "activations")
 # The marks at which phases begin, and where on the x axis that is: they are as wide as they
 # last, roughly. The last one ends at END.
 PHASES = {
@@ -256,7 +258,7 @@ def draw_memory(panel, row, x, unit):
     panel.stackplot(
         x[drawn],
         row["timeline"][drawn, 1:].T / unit,
-        labels=ON_DEVICE,
+        labels=LABELS,
         colors=COLORS,
         lw=0,
     )

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 from harness import (
+    HERE,
     TINY,
     Ranks,
     arguments,
@@ -190,6 +191,19 @@ def test_tools_missing_package_is_one_clear_line(tmp, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails, installed or not
     line = refused(metrics.Log, tiny(tmp, wandb_log=True), World(), str(tmp_path), "the-id", 0)
     assert "wandb_log=True" in line and "pip install wandb" in line
+
+
+@pytest.mark.parametrize("path", ["train.py", "extras/bench.py"])
+def test_tools_windows_is_one_clear_line(path):
+    """It has neither fcntl nor resource."""
+    if not os.path.exists(os.path.join(HERE, path)):
+        pytest.skip(f"{path} is not here")
+    name = path.removesuffix(".py").replace("/", ".")
+    code = "import runpy, sys; sys.modules.update(fcntl=None, resource=None); "
+    code += f"runpy.run_module({name!r}, run_name='__main__')"
+    p = python("-c", code, cwd=HERE)
+    assert p.returncode == 1 and p.stdout == ""
+    assert "WSL" in p.stderr and len(p.stderr.splitlines()) == 1
 
 
 def test_tools_tensorboard(tmp, tmp_path):
