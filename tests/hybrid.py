@@ -111,6 +111,8 @@ class Model(nn.Module):
     def initial_value(self, name, shape, seed):
         if name.endswith("norm.weight"):
             return torch.ones(shape)
+        if name.endswith("gate.bias"):  # short memories and long ones, the same in each block
+            return torch.linspace(0, 3, *shape)
         if name.endswith("bias"):
             return torch.zeros(shape)
         return normal(shape, 0.05, key=(seed, name))

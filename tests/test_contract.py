@@ -132,7 +132,7 @@ def parts(cfg):
 def values(cfg):
     """A first value for every parameter, from seed and name alone."""
     ours = train.meta_model(cfg)
-    drawn_by = {}
+    drawn_by = {}  # {name: value} of what the seed decides
     for name, p in ours.named_parameters():
         drawn = []
         for global_seed, seed in ((1, 5), (2, 5), (2, 6)):
@@ -147,11 +147,11 @@ def values(cfg):
             f"initial_value({name}) must return {tuple(p.shape)} in float32 on the CPU")
         ask(value.isfinite().all(), f"initial_value({name}) must be finite")
         ask(torch.equal(value, again), f"draw initial_value({name}) from seed and name: use normal")
-        if value.numel() > 1 and value.std() > 0:
-            ask(not torch.equal(value, other), f"draw initial_value({name}) from its seed")
+        if not torch.equal(value, other):  # a table of decays, say, needs no seed
             twin = next((n for n, v in drawn_by.items() if torch.equal(v, value)), None)
             ask(not twin, f"{name} and {twin} start equal: draw initial_value from the name too")
             drawn_by[name] = value
+    ask(drawn_by, "draw initial_value from its seed: no parameter depends on it")
 
 
 def forward(cfg):
@@ -465,8 +465,11 @@ def test_contract_modes(tmp, model, name):
         ask(rows[0]["loss"] == pytest.approx(expected[0][0], rel=0.02),
             "FSDP casts a block's arguments to bf16: compute angles and the like inside the block")
     else:
-        compare(tmp, f"{model}-{name}", rows, expected,
-                "keep state, random numbers and collectives out of forward")
+        remedy = "keep state, random numbers and collectives out of forward"
+        if "selective" in name:
+            remedy = ("forward must not change a matrix product's output in place, "
+                      "as torch's GRUCell does on a CPU")
+        compare(tmp, f"{model}-{name}", rows, expected, remedy)
 
 
 @pytest.mark.usefixtures("sound")

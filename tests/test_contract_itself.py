@@ -56,7 +56,7 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     "device": ("c_fc must be made where", "(E, 2 * C, C)", "(E, 2 * C, C, device='cpu')"),
     # initial values
     "other random": ("name: use normal", NORMAL, "return torch.randn(shape)"),
-    "no seed": ("from its seed", NORMAL, "return normal(shape, 0.02, key=name)"),
+    "no seed": ("from its seed", "kind = name.s", "seed = 7\n        kind = name.s"),
     "no name": ("start equal", NORMAL, "return normal(shape, 0.02, key=(seed,))"),
     "no value": (r"initial_value must know .*h\.0\.mlp\.c_fc \(ValueError", NORMAL, "pass"),
     "none": (r"returns a NoneType for transformer\.h\.0\.mlp\.c_fc", NORMAL, "return None"),

@@ -484,11 +484,30 @@ def test_plan_events_fold_blocks_that_do_the_same(capsys):
     for line in ("micro-batch 1 of 7", "micro-batches 2 to 6 of 7, each", "micro-batch 7 of 7",
                  "  forward, blocks 2 to 6: the same", "  backward, blocks 6 to 2: the same"):
         assert line in lines
+    lines = command(capsys, *TINY, "--n_layer=9", "--events", "--world_size=2",
+                    "--strategy=full_shard", r"--freeze=h\.4\.mlp")
+    assert any("reduce-scatter  block 4 " in line for line in lines)  # it sends less than others
+    assert "  backward, blocks 7 to 5: the same" in lines
     lines = command(capsys, *TINY, "--events", "--world_size=2", "--gradient_accumulation_steps=6")
     assert [line.split(",")[0] for line in lines if "a step of rank 0" in line] == [
         "ddp", "shard_grad_op", "full_shard"]
     out = "\n".join(lines)
     assert "buckets of 25 MiB" in out and out.count("nothing is gathered") == 2
+
+
+def test_plan_sends_as_much_in_each_micro_batch():
+    keys = *TINY, "--strategy=full_shard"
+    one, seven = (row(2, *keys, f"--gradient_accumulation_steps={n}")["sent"] for n in (2, 14))
+    norm = 4  # bytes of clipping's all-reduce, once a step
+    assert seven - norm == 7 * (one - norm)
+
+
+def test_plan_events_hold_what_is_on_the_device(capsys):
+    lines = command(capsys, *TINY, "--events", "--world_size=2", "--strategy=full_shard",
+                    "--cpu_offload=1")
+    peak = next(float(line.split()[6]) for line in lines if line.startswith("full_shard  "))
+    events = [line for line in lines if re.match(r"  .*(gather|free|step)  ", line)]
+    assert events and max(float(line.split()[-1]) for line in events) <= peak
 
 
 def test_plan_one_process_sends_nothing():
