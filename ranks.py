@@ -167,16 +167,18 @@ class StopSignal:
     ask() before a step, requested() after it: between the two the ranks exchange what they
     have received, in the background. Many ranks take milliseconds for that."""
 
+    received = False  # by this process
+
     def __init__(self, world):
         self.world = world
-        self.received = False
+        StopSignal.received = False
         self.any_received = torch.zeros(())
         self.exchange = None
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, number, frame):
-        self.received = True
+        StopSignal.received = True
         # A second signal ends the run at once. Not under torchrun, where it is the same one:
         # the terminal sends Ctrl-C to the ranks, and torchrun passes it on to them again.
         if not dist.is_initialized():
@@ -225,8 +227,11 @@ def say(message):
     if message is None or isinstance(message, int):
         return message or 0
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        # Local rank 0 has probably said the same; then torchrun ends this rank meanwhile.
+        # Local rank 0 has probably said the same; then torchrun has sent this rank a SIGTERM, or
+        # ends it meanwhile.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if StopSignal.received:
+            return 1
         time.sleep(5)
     print(str(message).replace("\n", "\\n"), file=sys.stderr)  # a file's name may have one
     return 1

@@ -187,6 +187,20 @@ def test_ranks_leave_with_one_line(world, error, code, line):
     assert p.stderr.count("\n") == bool(line), p.stderr
 
 
+def is_late():
+    """Rank 1 comes to the same error when rank 0 has left, and torchrun has sent its SIGTERM."""
+    world = ranks.setup("cpu", "auto")
+    stop = ranks.StopSignal(world)
+    while world.rank == 1 and not stop.received:
+        time.sleep(0.01)
+    sys.exit("a line")
+
+
+def test_ranks_leave_with_one_line_if_one_is_late():
+    p = Ranks(2, is_late).finish()
+    assert (p.returncode, p.stderr) == (1, "a line\n")
+
+
 def test_ranks_leave_with_a_traceback_after_a_bug_and_silently_after_ctrl_c():
     p = Ranks(1, raises, ValueError("a bug")).finish()
     assert p.returncode == 1 and "in raises\n" in p.stderr and "ValueError: a bug\n" in p.stderr
