@@ -41,6 +41,7 @@ from ranks import World, first_line
 KEYS = dict(n_layer=2, max_iters=3, eval_interval=3)  # and those of --keys
 USUAL = ["gpt2", *(["llama", "moe"] if os.path.exists(os.path.join(HERE, "extras")) else [])]
 TOKENS = torch.randint(67, (2, 2, 16), generator=torch.Generator().manual_seed(0))  # x, y
+SOME = torch.arange(16) < torch.tensor([[4], [12]])  # half of the targets, not as many in each row
 WRONG = set()  # models whose file alone has failed
 
 
@@ -94,7 +95,7 @@ def test_contract_of_the_file(tmp, model):
             ask(key in keys, f"add {key} to ModelConfig, as other files read it")
         cfg = small(tmp, model)
         for check in (parts, values, forward, random_numbers, loss_alone, loss_in_training,
-                      on_meta, loss_chunks, gradients, registration, generation):
+                      on_meta, gradients, loss_chunks, registration, generation):
             check(cfg)
     except SystemExit as e:  # what train.py would say
         ask(False, str(e))
@@ -103,12 +104,16 @@ def test_contract_of_the_file(tmp, model):
 
 def parts(cfg):
     """What other files call; blocks with parameters of their own, made on meta and no scalars."""
-    ours = train.meta_model(cfg)
+    with asked("Model must be built on the meta device: __init__ decides names and shapes, and "
+               "reads no values"):
+        ours = train.meta_model(cfg)
     for name in ("config", "blocks", "initial_value"):
         ask(hasattr(ours, name), f"Model needs {name}: see docs/model_file.md")
     is_config = isinstance(ours.config, model_file(cfg.model).ModelConfig)
     ask(is_config, "set self.config = config in Model.__init__")
     blocks = set(ours.blocks)
+    ask(blocks <= set(ours.modules()),
+        "Model.blocks must be modules that the model has registered: make it an nn.ModuleList")
     ask(blocks, "Model.blocks must be the layers: they are FSDP's units")
     once = len(blocks) == len(list(ours.blocks))
     ask(once, "a block stands in Model.blocks twice: make one for each layer")
@@ -159,6 +164,11 @@ def forward(cfg):
     ours = plain_model(cfg).train()
     before = dict(ours.named_parameters())
     x, y = TOKENS
+    with asked("forward must take token ids (B, T), for any T up to block_size"):
+        answers = ours(x, y), ours(x), ours(x[:, :5], y[:, :5].contiguous()), ours(x[:, :5])
+    for answer in answers:
+        pair = isinstance(answer, tuple) and len(answer) == 2
+        ask(pair, f"forward returns (logits, loss), not a {type(answer).__name__}")
     called = []
     for block in ours.blocks:
         block.register_forward_pre_hook(lambda block, args: called.append(block))
@@ -195,6 +205,9 @@ def random_numbers(cfg):
     same = len({loss(seed) for seed in range(8)}) == 1
     ask(same, "draw random numbers from torch, not from Python's random or NumPy's, which training "
               "does not seed")
+    ours.eval()
+    same = ours(*TOKENS)[1].item() == ours(*TOKENS)[1].item()
+    ask(same, "draw no random numbers in eval mode: F.dropout needs training=self.training")
 
 
 @torch.no_grad()
@@ -229,14 +242,16 @@ def as_fsdp_in_bf16(model):
 def loss_alone(cfg):
     """In eval mode: the mean cross-entropy of the targets that count, in fp32 and in bf16."""
     ours = plain_model(cfg)
-    x, y = TOKENS.clone()
-    y[:, 8:] = -1
+    x, y = TOKENS
+    y = y.where(SOME, -1)
     with asked("targets of -1 do not count: use model.cross_entropy"):
         logits, loss = ours(x, y)
+        _, of_others = ours(x.where(SOME, 66 - x), y)
+    ask(loss.item() == pytest.approx(of_others.item(), rel=1e-5),
+        "a position's logits must depend on no later token: mask what comes later")
     expected = by_prefixes(ours, x)
     ask(logits is None or close(logits, expected),
-        "a position's logits must depend on no later token, and be the same with targets: mask "
-        "what comes later")
+        "without targets, and of fewer tokens, the logits are others")
     each = each_loss(expected, y)
     mean = each.mean().item()
     why = "use model.cross_entropy, and add what is for training only if self.training"
@@ -262,8 +277,8 @@ def loss_alone(cfg):
 
 def loss_in_training(cfg):
     """The same, and terms for training only. 2: predicting another token adds up to 1."""
-    x, y = TOKENS.clone()
-    y[:, 8:] = -1
+    x, y = TOKENS
+    y = y.where(SOME, -1)
     ours = plain_model(cfg)
     alone = ours(x, y)[1].item()
     loss = ours.train()(x, y)[1].item()
@@ -282,6 +297,20 @@ def on_meta(cfg):
     with asked("forward must run on the meta device: let no shape or branch depend on values"):
         idx = torch.zeros(1, 16, dtype=torch.long, device="meta")
         train.meta_model(cfg)(idx, idx)[1].backward()
+
+
+def gradients(cfg):
+    """From two tokens that are one, whichever it is: experts without tokens get a gradient too."""
+    ours = plain_model(cfg).train()
+    for token in range(0, 67, 9):
+        ours.zero_grad()
+        idx = torch.tensor([[token, token]])
+        ours(idx, idx)[1].backward()
+        for name, p in ours.named_parameters():
+            ask(p.grad is not None,
+                f"{name} has no gradient from a batch of two tokens: is something detached? If it "
+                "was only not used, FSDP2 fills in zeros, but ddp would need PyTorch's "
+                "find_unused_parameters: add 0 * what it computes to the output")
 
 
 def loss_chunks(cfg):
@@ -305,20 +334,6 @@ def loss_chunks(cfg):
     for name, p in ours.named_parameters():
         same = (p.grad - expected[name]).norm() <= 1e-6 + 1e-5 * expected[name].norm()
         ask(same, f"loss_chunks changes the gradient of {name}: see head_loss in model.py")
-
-
-def gradients(cfg):
-    """From two tokens that are one, whichever it is: experts without tokens get a gradient too."""
-    ours = plain_model(cfg).train()
-    for token in range(0, 67, 9):
-        ours.zero_grad()
-        idx = torch.tensor([[token, token]])
-        ours(idx, idx)[1].backward()
-        for name, p in ours.named_parameters():
-            ask(p.grad is not None,
-                f"{name} has no gradient from a batch of two tokens. FSDP2 fills in zeros, but "
-                "--strategy=ddp would need PyTorch's find_unused_parameters: add 0 * what it "
-                "computes to the output, or never use ddp")
 
 
 def registration(cfg):
@@ -417,7 +432,8 @@ def ran(results, name):
     for rank in results[name]:
         last = rank.get("error", "").strip().rpartition("\n")[2]
         ask("error" not in rank,
-            f"{name} does not run: use a block's parameters in its own forward only ({last})")
+            f"{name} does not run: use a block's parameters in its own forward only, and with "
+            f"wrap_min_params those of any module ({last})")
     return results[name][0]["value"]
 
 
