@@ -111,11 +111,12 @@ def parts(cfg):
         ask(hasattr(ours, name), f"Model needs {name}: see docs/model_file.md")
     is_config = isinstance(ours.config, model_file(cfg.model).ModelConfig)
     ask(is_config, "set self.config = config in Model.__init__")
-    blocks = set(ours.blocks)
-    ask(blocks <= set(ours.modules()),
+    with asked("Model.blocks must be an nn.ModuleList, or a property that returns one"):
+        blocks = list(ours.blocks)
+    ask(set(blocks) <= set(ours.modules()),
         "Model.blocks must be modules that the model has registered: make it an nn.ModuleList")
     ask(blocks, "Model.blocks must be the layers: they are FSDP's units")
-    once = len(blocks) == len(list(ours.blocks))
+    once = len(set(blocks)) == len(blocks)
     ask(once, "a block stands in Model.blocks twice: make one for each layer")
     units = {}  # {a block's name: block}; a block may have several names
     for name, layer in ours.named_modules(remove_duplicate=False):
@@ -164,11 +165,13 @@ def forward(cfg):
     ours = plain_model(cfg).train()
     before = dict(ours.named_parameters())
     x, y = TOKENS
-    with asked("forward must take token ids (B, T), for any T up to block_size"):
-        answers = ours(x, y), ours(x), ours(x[:, :5], y[:, :5].contiguous()), ours(x[:, :5])
+    with asked("forward fails on token ids (B, T), and as many targets"):
+        answers = ours(x, y), ours(x)
     for answer in answers:
         pair = isinstance(answer, tuple) and len(answer) == 2
-        ask(pair, f"forward returns (logits, loss), not a {type(answer).__name__}")
+        ask(pair, "forward must return a pair, (logits, loss)")
+    with asked("forward must take any T up to block_size"):
+        ours(x[:, :5], y[:, :5].contiguous())
     called = []
     for block in ours.blocks:
         block.register_forward_pre_hook(lambda block, args: called.append(block))
@@ -180,8 +183,13 @@ def forward(cfg):
     ask(in_order, "call each block once, as block(x), not block.forward(x), in their order")
     right = logits is None or logits.shape == (2, 16, 67)
     ask(right, "with targets forward returns logits (B, T, V), or None")
-    single = loss.shape == () and loss.dtype == torch.float32
+    single = isinstance(loss, torch.Tensor) and loss.shape == () and loss.dtype == torch.float32
     ask(single, "with targets forward returns the mean loss, one number in float32")
+    with asked("change nothing in place that backward needs"):
+        loss.backward()
+    wrapped, _ = train.build(resolve(cfg, World(), distributed=False), World())
+    with asked("make tensors in forward, or parameters: those that __init__ makes get no values"):
+        wrapped(x, y)
     last, none = ours(x)
     ask(last.shape == (2, 1, 67) and none is None,
         "without targets forward returns the logits of the last position, (B, 1, V), and None")
