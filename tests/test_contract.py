@@ -6,7 +6,7 @@ The contract of a model file, as tests of your file; docs/model_file.md explains
     python -m pytest -q tests/test_contract.py                         # gpt2, llama, extras/moe.py
 
 NAME is NAME.py, as train.py takes it. What a failure says is what to change in the file. On two
-free CPU cores the first takes about 5 seconds. The second takes half a minute: it goes on to train
+free CPU cores the first takes about 5 seconds. The second takes up to a minute: it goes on to train
 the file on 1 to 4 processes, if all is well with the file alone. Sizes are those of TINY and
 OTHERS in tests/harness.py, as far as your keys have these names; for others say --keys=width=30.
 """
