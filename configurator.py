@@ -103,7 +103,8 @@ class Config:
     #   single, ddp, shard_grad_op (ZeRO-2), full_shard (ZeRO-3), hybrid_shard (ZeRO-3 in groups)
     shard_group_size: Whole = 0  # hybrid_shard: ranks that share one copy; 0: the ranks of a node
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    #   in which ranks sum gradients; bfloat16 or float16 halve that traffic and cost accuracy
+    #   in which ranks sum gradients; bfloat16 or float16 halve that traffic and cost accuracy,
+    #   more with hybrid_shard or grad_sync=last: there micro-batches are added up in it too
     wrap_min_params: Whole = 0  # 0: an FSDP unit per block. N: any module of at least N parameters
     cpu_offload: Fraction = 0.0  # share of the blocks in host memory; take few large micro-batches
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -1,7 +1,9 @@
 """
-FSDP2 in one file. It imports only torch, so you can copy it into your own project:
+FSDP2 in one file. It imports only torch (2.13 or later), so you can copy it into your own
+project:
 
-    dist.init_process_group("cpu:gloo,cuda:nccl")  # gloo too: see cpu_offload
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before anything else
+    dist.init_process_group("nccl")
     mesh = make_mesh("cuda")  # the ranks that share the model
     with torch.device("meta"):
         model = MyModel()  # names and shapes, no memory
@@ -9,7 +11,7 @@ FSDP2 in one file. It imports only torch, so you can copy it into your own proje
     shard(model, model.layers, mesh, param_dtype=torch.bfloat16, cpu_offload=0.25)
     for name, p in model.named_parameters():  # each rank draws all, and keeps its rows
         write_full(p, my_initial_value(name, p.shape))
-    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's rows
+    optimizer = torch.optim.AdamW(model.parameters())  # before any forward: of its rows
     for batches in steps:  # each rank has its own
         for i, (x, y) in enumerate(batches):
             set_grad_sync(model, is_last_micro_batch=i + 1 == len(batches))
@@ -23,14 +25,18 @@ FSDP2 in one file. It imports only torch, so you can copy it into your own proje
     state = {name: gather_full(p) for name, p in model.named_parameters()}  # on rank 0
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
-their gradients reduced, in one collective. docs/fsdp.md walks through a step.
+their gradients reduced, in one collective. So every rank must call the same units in the
+same order. If one skips a block at random, the ranks gather rows of different blocks as
+one, and train wrongly without a word: see `check_units`.
+
+docs/fsdp.md walks through a step, says what FSDP2 asks of your model, and shows how to
+save, resume and average the weights.
 """
 
 import math
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
-from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -57,6 +63,9 @@ def make_mesh(device_type: str, shard_group_size: int = 0):
     world_size = dist.get_world_size()
     shape, names = (world_size,), ("shard",)
     if shard_group_size:
+        if world_size % shard_group_size:
+            raise ValueError(
+                f"{world_size} ranks do not divide into groups of {shard_group_size}")
         shape = (world_size // shard_group_size, shard_group_size)
         names = ("replicate", "shard")
     return dist.init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -74,22 +83,30 @@ def shard(
     prefetch_units: int = 0,
 ):
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
-    In place (all ranks). It allocates the rows, without values yet.
+    In place (all ranks).
 
-    model: on the meta device, in fp32, without buffers. Freeze it, checkpoint its
-        activations and compile its blocks before: FSDP2 groups parameters by requires_grad,
-        and its hooks must be outermost.
-    units: modules, inner before outer, in the order of forward. What none of them has is
-        the root's. Tied parameters must be in one unit, or in the root.
+    model: in fp32. Freeze it, checkpoint its activations and compile its blocks before:
+        FSDP2 groups parameters by requires_grad, and its hooks must be outermost.
+        Parameters on the meta device get memory for this rank's rows, without values yet.
+        Parameters that have values, in MyModel() or from_pretrained(), keep them. Every rank
+        must hold the same ones, since it takes its own rows of them. So each process needs
+        host memory for the whole model, and a GPU holds one unit of it whole at a time.
+        Buffers are not sharded. They keep their values and move to the device; one on the
+        meta device is a ValueError.
+    units: modules, inner before outer. What none of them has is the root's. Tied parameters
+        must be in one unit, or in the root.
     param_dtype: to gather and compute in. Rows and optimizer state stay fp32.
-    reduce_dtype: to add gradients up in, over the ranks.
+    reduce_dtype: to add gradients up in, over the ranks. In bfloat16 FSDP2 may add them up
+        over micro-batches in bf16 too: with hybrid sharding; and with every=False in
+        set_grad_sync, if param_dtype is bfloat16. 64 of them cost 1% of the gradient.
     reshard_after_forward: free a unit after its forward and gather it again for backward
         (ZeRO-3), or keep it until then (ZeRO-2).
     cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;
-        at 1.0 the root too. Their gradients are clipped there: GPUs need gloo beside NCCL.
+        at 1.0 the root too.
     prefetch_units: gather so many ahead. 0 leaves it to FSDP2, which gathers one ahead in
         backward only; 2 or more cost memory.
     """
+    require_buffers(model)
     units = list(units)
     offloaded = spread(units, cpu_offload)
     if cpu_offload == 1:
@@ -117,19 +134,16 @@ def shard(
     # one on some rank (an expert that got no token), that rank contributes zeros.
     model.set_reduce_scatter_unused_params(True)
 
-    # 2) Materialize: only now is there memory, for this rank's rows alone. to_empty works on
-    # DTensors in place, so tied parameters stay tied. On a plain model it would untie them.
+    # 2) Materialize: only now is there memory, for this rank's rows alone.
     for unit in [*units, model]:
-        device = "cpu" if unit in offloaded else mesh.device_type
-        for module in unit.modules():
-            # The rows of an inner unit are there already, and stay where they are.
-            if any(p.is_meta for p in module.parameters(recurse=False)):
-                module.to_empty(device=device, recurse=False)
+        # The rows of an inner unit are there already, and stay where they are.
+        materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
 
     # 3) Say what to gather when. In backward FSDP2 gathers the unit before the current one,
-    # even if it is frozen and backward never reaches it.
-    for unit in frozen_prefix(model, units):
-        unit.set_unshard_in_backward(False)
+    # even if backward never comes to it.
+    for unit in units:
+        if not any(p.requires_grad for p in unit.parameters()):
+            unit.register_forward_hook(gather_if_backward_comes)
     # In forward it gathers a unit when its turn comes, and overlaps that with compute already
     # launched on the GPU.
     if prefetch_units:
@@ -137,14 +151,34 @@ def shard(
 
 
 def allocate(model, device):
-    """Memory for the whole of a model on the meta device, without values yet: for one
-    process, or before `replicate`."""
-    ties = tied_names(model)
-    model.to_empty(device=device)  # this gives a tied parameter two tensors ...
-    for first, *others in ties:
-        for name in others:  # ... so tie them again
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, model.get_parameter(first))
+    """For one process, or before `replicate`: parameters on the meta device get memory for
+    all of them, without values yet. What has values moves to the device."""
+    require_buffers(model)
+    materialize(model, device)
+    for t in (*model.parameters(), *model.buffers()):
+        t.data = t.to(device)
+
+
+def materialize(module, device):
+    """Memory for the parameters that are on the meta device. (Module.to_empty would overwrite
+    buffers, and untie tied parameters.)"""
+    made = {}  # {parameter on meta: what takes its place}
+    for inner in module.modules():
+        for name, p in list(inner.named_parameters(recurse=False)):
+            if p.is_meta:
+                if p not in made:  # else it is tied
+                    empty = torch.empty_like(p, device=device)
+                    made[p] = torch.nn.Parameter(empty, p.requires_grad)
+                setattr(inner, name, made[p])
+
+
+def require_buffers(model):
+    """ValueError if a buffer has no values: nobody here could know them."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"the buffer {name} is on the meta device and has no values: build the model "
+                "on the CPU, or set this buffer to a tensor with values first")
 
 
 def replicate(model, reduce_dtype: torch.dtype = torch.float32):
@@ -217,11 +251,11 @@ def spread(units, fraction):
     return [unit for i, unit in enumerate(units) if totals[i + 1] > totals[i]]
 
 
-def frozen_prefix(model, units):
-    """The units before the first parameter that trains: backward never reaches them. This
-    takes parameters to be registered in the order in which forward uses them."""
-    frozen = set(takewhile(lambda p: not p.requires_grad, model.parameters()))
-    return [unit for unit in units if frozen.issuperset(unit.parameters())]
+def gather_if_backward_comes(unit, args, output):
+    """A forward hook for a frozen unit: it is not gathered for backward if its output needs
+    no gradient, because all before it is frozen too."""
+    needs_none = isinstance(output, torch.Tensor) and not output.requires_grad
+    unit.set_unshard_in_backward(not needs_none)
 
 
 def prefetch(model, units, n):
@@ -233,6 +267,30 @@ def prefetch(model, units, n):
         unit.set_modules_to_backward_prefetch(ordered[max(0, i - n):i][::-1])
 
 
+@contextmanager
+def check_units(model):
+    """Inside, the ranks compare which unit each of them calls, before it is gathered. If they
+    differ, all raise a ValueError. Each call waits for all ranks: use it for a few steps."""
+
+    def compare(unit, *args):
+        called = [None] * dist.get_world_size()
+        dist.all_gather_object(called, unit)
+        if len(set(called)) > 1:
+            raise ValueError(f"ranks 0, 1, ... call different units at the same time: {called}")
+
+    # The end counts as a call too: a rank may be there while another calls one more unit.
+    hooks = [model.register_forward_hook(partial(compare, "none, it is at the end"))]
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            call = partial(compare, name or "the root")
+            hooks.append(module.register_forward_pre_hook(call, prepend=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 # ---------- before sharding: activations, compiling ---------------------------
 
 
@@ -242,18 +300,31 @@ def checkpoint_activations(
     """Keep less until backward, which computes the rest again while the block is gathered.
 
     mode: "full" keeps each block's input; "selective" the outputs of its matrix products
-        and attention too.
+        and attention too; "none" changes nothing.
     offload_to_host: keep the inputs there (with "full"). pin_memory: do that for a GPU.
     """
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode={mode!r} must be none, selective or full")
+    if mode == "none":
+        return
     options = dict(use_reentrant=False)
     if mode == "selective":
         options["context_fn"] = partial(
             checkpoint.create_selective_checkpoint_contexts, keep_products)
     for block in blocks:
         # Replace forward: a wrapper module would change the parameters' names.
-        block.forward = partial(checkpoint.checkpoint, block.forward, **options)
+        block.forward = partial(recompute, block, block.forward, options)
         if offload_to_host:
             block.forward = partial(offload_saved, block.forward, pin_memory)
+
+
+def recompute(block, forward, options, *args, **kwargs):
+    """forward, checkpointed if backward will come to it. It does not come to frozen blocks
+    before the first one that trains; torch 2.13 could not compile their checkpoints."""
+    tensors = (*args, *kwargs.values(), *block.parameters())
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return checkpoint.checkpoint(forward, *args, **options, **kwargs)
+    return forward(*args, **kwargs)
 
 
 # What "selective" keeps. Not baddbmm: the T x T scores of attention that is written out.
@@ -324,34 +395,46 @@ def clip_grad_norm(wrapped, max_norm: float):
     """Scale the gradients to a global 2-norm of at most max_norm (0: leave them). Returns
     the norm before that, a 0-d tensor on the device (collective when sharded)."""
     # By hand: clip_grad_norm_ refuses gradients on two devices, as cpu_offload has them.
-    grads = [p.grad for p in wrapped.parameters() if p.grad is not None]
-    if isinstance(wrapped, FSDPModule):
-        mesh = grads[0].device_mesh
-        grads = [grad.to_local() for grad in grads]
-        square = torch.nn.utils.get_total_norm(grads).to(mesh.device_type) ** 2
+    params = list(wrapped.parameters())
+    is_sharded = isinstance(wrapped, FSDPModule)
+    if is_sharded and not all(isinstance(p, DTensor) for p in params):
+        raise ValueError(
+            "parameters are gathered, and their gradients out of sight: between backward and "
+            "step nothing may run forward, not even an evaluation")
+    grads = defaultdict(list)  # {device: this rank's gradients there}
+    for p in params:
+        if p.grad is not None:
+            grad = p.grad.to_local() if is_sharded else p.grad
+            grads[grad.device].append(grad)
+
+    mesh = params[0].device_mesh if is_sharded else None
+    square = torch.zeros((), device=mesh.device_type if mesh else params[0].device)
+    for here in grads.values():
+        square += torch.nn.utils.get_total_norm(here).to(square.device) ** 2
+    if is_sharded:
         # Over the shard group only: the groups hold equal gradients, to be counted once.
         dist.all_reduce(square, group=mesh.get_group("shard"))
-        norm = square.sqrt()
-    else:
-        norm = torch.nn.utils.get_total_norm(grads)
+    norm = square.sqrt()
     if max_norm:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for device in {grad.device for grad in grads}:
-            here = [grad for grad in grads if grad.device == device]
+        for device, here in grads.items():
             torch._foreach_mul_(here, scale.to(device))
     return norm
 
 
 @contextmanager
 def inference(wrapped):
-    """Evaluate or generate inside: eval mode, no gradients; at the end nothing is gathered.
-    All ranks must run the same forwards, since each one gathers."""
+    """Evaluate or generate inside: eval mode, no gradients. At the end nothing is gathered,
+    and each module is in the mode that it was in. All ranks must run the same forwards,
+    since each one gathers."""
+    modes = {module: module.training for module in wrapped.modules()}
     wrapped.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        wrapped.train()
+        for module, training in modes.items():
+            module.training = training
         reshard(wrapped)
 
 
@@ -371,7 +454,7 @@ def gather_full(t):
     t = t.detach()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):
-        return t.cpu() if is_rank0 else None
+        return t.to("cpu", copy=True) if is_rank0 else None
     # Not DTensor.full_tensor: every rank would hold the whole, and it takes twice as long.
     group = t.device_mesh.get_group("shard")
     ranks = dist.get_process_group_ranks(group)

@@ -201,17 +201,15 @@ def test_parity_of_modes_pairs_of_options_and_an_untied_head(tmp, ranks, plain, 
 @case(*((world, f"mech-{keys['strategy']}", keys) for world, keys in STRATEGIES[1:]))
 def case_mechanisms(tmp, **overrides):
     allocated = []
-    apply = nn.Module._apply
+    materialize = fsdp.materialize
 
-    def spy(self, fn, *args, **kwargs):  # what materialization allocates
-        def watch(t):
-            out = fn(t)
-            if not out.is_meta:
-                allocated.append((tuple(t.shape), local(out).numel()))
-            return out
-        return apply(self, watch, *args, **kwargs)
+    def spy(module, device):
+        meta = [name for name, p in module.named_parameters() if p.is_meta]
+        materialize(module, device)
+        for p in map(module.get_parameter, meta):
+            allocated.append((tuple(p.shape), local(p).numel()))
 
-    with patch.object(nn.Module, "_apply", spy):
+    with patch.object(fsdp, "materialize", spy):
         run = built(tmp, **overrides)
     before = whole(run)
     steps(run, n=2)

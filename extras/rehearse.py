@@ -307,7 +307,7 @@ def stand_ins(fake, ledger, cfg, on_gpu):
     """What the rehearsal puts in place of PyTorch's own, where fake tensors need it, where
     memory changes unseen, and where a CPU's kernel keeps other things than a GPU's."""
     resize = torch.UntypedStorage.resize_
-    to_empty = torch.nn.Module.to_empty
+    materialize = fsdp.materialize
     to = torch.Tensor.to
 
     def listed_resize(storage, size):  # FSDP's way to allocate and free what it gathers
@@ -324,11 +324,12 @@ def stand_ins(fake, ledger, cfg, on_gpu):
             memory.setdefault(inner, "host" if is_offloaded else "parameters")
         fully_shard(module, offload_policy=offload_policy, **options)
 
-    def fake_to_empty(module, device, recurse=True):
+    def fake_materialize(module, device):
         with fake:  # no sooner: cutting fake tensors into 1,024 shards takes half a minute
-            to_empty(module, device=device, recurse=recurse)
-        for p in module.parameters(recurse):
-            ledger.label(memory.get(module, "parameters"), p)
+            materialize(module, device)
+        for inner in module.modules():
+            for p in inner.parameters(recurse=False):
+                ledger.label(memory.get(inner, "parameters"), p)
 
     def to_other_memory(t, *args, **kwargs):
         if "non_blocking" not in kwargs:
@@ -361,11 +362,11 @@ def stand_ins(fake, ledger, cfg, on_gpu):
 
     patches = [
         patch.object(torch.UntypedStorage, "resize_", listed_resize),
-        patch.object(torch.nn.Module, "to_empty", fake_to_empty),
         patch.object(torch.Tensor, "to", to_other_memory),
         patch.object(torch.Tensor, "cpu", to_cpu),
         patch.object(torch, "_fused_adamw_", update_nothing),
         patch.object(fsdp, "fully_shard", listed_fully_shard),
+        patch.object(fsdp, "materialize", fake_materialize),
         patch.object(fsdp, "clip_grad_norm", marked_clip),
         patch.object(
             fsdp, "DistributedDataParallel", ddp_in(getattr(torch, cfg.reduce_dtype), ledger)),

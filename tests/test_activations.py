@@ -5,12 +5,14 @@ and sends gradients. Checkpointing is in test_fsdp.py.
     python -m pytest -q tests/test_activations.py
 """
 
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
 import torch
 from harness import built, on_ranks, plain_gpt, run_training, steps, tiny, values
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 import train
@@ -100,6 +102,35 @@ def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
     pinned = asked.call_args.kwargs["pin_memory"]
     assert pinned == (device == "cuda")
     assert backward(torch.float32, "full", True, pinned)[3] == 3 * [dict(pin_memory=pinned)]
+
+
+@pytest.mark.parametrize("product", [torch.mm, torch.bmm, F.scaled_dot_product_attention])
+def test_activations_selective_keeps_every_product(product):
+    """GELU runs again in backward, the product does not. (A GPU's kernels: test_simgpu.py.)"""
+    q = torch.randn(4, 4) if product is torch.mm else torch.randn(1, 4, 4)
+    q = q[None] if product is F.scaled_dot_product_attention else q
+    weight = q.requires_grad_()
+    block = torch.nn.Module()
+    args = (weight, weight) if product is F.scaled_dot_product_attention else (weight,)
+    block.forward = lambda x: F.gelu(product(F.gelu(x), *args))
+    ran = Counter()
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran[op.overloadpacket] += 1
+            return op(*args, **(kwargs or {}))
+
+    def both(mode):
+        fsdp.checkpoint_activations([block], mode)
+        ran.clear()
+        with Listen():
+            block.forward(q).sum().backward()
+        return ran.copy()
+
+    plain, selective = both("none"), both("selective")
+    again = {op: n - plain[op] for op, n in selective.items() if n > plain[op]}
+    assert torch.ops.aten.gelu in again
+    assert again.keys().isdisjoint(fsdp.PRODUCTS) and plain.keys() & fsdp.PRODUCTS
 
 
 # -----------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """
 fsdp.py alone: copied into an empty directory it shards somebody else's model, by the lines that
-its docstring shows.
+its docstring shows. And models that are not ours: with buffers, with values, oddly used.
 
     python -m pytest -q tests/test_alone.py
 """
 
+import copy
 import os
 import re
 import shutil
@@ -13,8 +14,10 @@ import textwrap
 
 import pytest
 import torch
-from harness import HERE, shell
+from harness import HERE, on_ranks, shell, values
 from torch import nn
+
+import fsdp
 
 # somebody's own program: a stack of PyTorch's encoder layers, which knows nothing of this project
 PROGRAM = '''
@@ -32,11 +35,14 @@ class MyModel(nn.Module):
             for _ in range(4))
         self.head = nn.Linear(36, 50)
 
-    def forward(self, x):
+    def embed(self, x):
         x = self.embedding(x)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.embed(x))
 
 def my_initial_value(name, shape):
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -55,11 +61,38 @@ ON_RANKS = '''
 from fsdp import *
 
 rank = int(os.environ["RANK"])
+torch.cuda.set_device = print  # there is none
 steps = [[tokens(s, i, rank) for i in range(MICRO_BATCHES)] for s in range(STEPS)]
 DOCSTRING
 rows = {name: p.to_local().shape for name, p in model.named_parameters()}
 assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
 found = dict(state=state, norm=norm, loss=loss.detach(), logits=logits, rows=rows)
+
+DOCUMENTED
+with inference(model):
+    found["embedded"] = model.embed(x)
+
+
+def one_more_step():
+    x, y = tokens(STEPS, 0, rank)
+    my_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [gather_full(p) for p in model.parameters()]
+
+
+save("saved")
+found["after"] = one_more_step()
+update_average(0.9)
+swap_average()
+found["average"] = [gather_full(p) for p in model.parameters()]
+swap_average()
+for p in model.parameters():  # all that a resumed run must set
+    p.data.zero_()
+    for t in optimizer.state[p].values():
+        t.zero_()
+resume("saved")
+found["resumed"] = one_more_step()
 torch.save(found, f"found-{rank}.pt")
 dist.barrier()
 os._exit(0)
@@ -68,8 +101,15 @@ os._exit(0)
 
 def docstring_lines():
     with open(os.path.join(HERE, "fsdp.py")) as f:
-        block = re.search(r"your own project:\n\n(.*?)\n\nA \*unit\*", f.read(), re.S)[1]
+        block = re.search(r"your own\nproject:\n\n(.*?)\n\nA \*unit\*", f.read(), re.S)[1]
     return textwrap.dedent(block)
+
+
+def documented_lines():
+    """The code of the section "In your own project"."""
+    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+        section = re.search(r"\n## In your own project\n(.*?)\n## ", f.read(), re.S)[1]
+    return "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
 
 
 def one_process():
@@ -89,14 +129,22 @@ def one_process():
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        logits = model(x)
-    return dict(state=dict(model.named_parameters()), norm=norm, loss=loss, logits=logits)
+        found = dict(norm=norm, loss=loss, logits=model(x), embedded=model.embed(x))
+    before = copy.deepcopy(model)
+    x, y = torch.cat([scope["tokens"](3, 0, rank) for rank in (0, 1)], dim=1)
+    scope["my_loss"](model(x), y).backward()
+    optimizer.step()
+    pairs = list(zip(before.parameters(), model.parameters()))
+    found["average"] = [(0.9 * p + 0.1 * later).detach() for p, later in pairs]
+    return dict(found, state=dict(before.named_parameters()), after=[*model.parameters()])
 
 
 def test_alone_it_shards_another_model(tmp_path):
-    """Partial offload, selective checkpointing, accumulation, clipping, inference, full gather."""
+    """Partial offload, selective checkpointing, accumulation, clipping, inference, full gather; and
+    what docs/fsdp.md adds: resuming, an average of the weights, another method than forward."""
     program = PROGRAM + ON_RANKS.replace("DOCSTRING", docstring_lines())
-    for printed, here in {"cpu:gloo,cuda:nccl": "gloo", '"cuda"': '"cpu"',
+    program = program.replace("DOCUMENTED", documented_lines())
+    for printed, here in {'"nccl"': '"gloo"', '"cuda"': '"cpu"',
                           "torch.bfloat16": "torch.float32"}.items():
         assert printed in program
         program = program.replace(printed, here)
@@ -115,5 +163,229 @@ def test_alone_it_shards_another_model(tmp_path):
     assert zero["norm"] == one["norm"] == pytest.approx(expected["norm"].item(), rel=1e-5)
     mean = (zero["loss"] + one["loss"]).item() / 2
     assert mean == pytest.approx(expected["loss"].item(), rel=1e-5)
-    logits = torch.cat((zero["logits"], one["logits"]))
-    assert (logits - expected["logits"]).norm() <= 2e-5 * expected["logits"].norm()
+    for name in ("logits", "embedded"):
+        found = torch.cat((zero[name], one[name]))
+        assert (found - expected[name]).norm() <= 2e-5 * expected[name].norm(), name
+    for name, theirs in [("after", "after"), ("average", "average"), ("resumed", "after")]:
+        for p, q in zip(zero[name], expected[theirs]):
+            assert (p - q).norm() <= 1e-5 * q.norm(), name
+    assert all(map(torch.equal, zero["resumed"], zero["after"]))
+
+
+# ---------- models with buffers, models with values ----------------------------
+
+
+class Scale(nn.Module):
+    """No parameters; a buffer that checkpoints leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 12), persistent=False)
+
+    def forward(self, x):
+        return x * self.table
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12, bias=False)  # BatchNorm would cancel it
+        self.norm = nn.BatchNorm1d(12)
+        self.scale = Scale()
+
+    def forward(self, x):
+        return x + self.scale(self.norm(self.linear(x)).relu())
+
+
+class Net(nn.Module):
+    """prompt is registered last and used first."""
+
+    def __init__(self, layer=Layer, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+        self.head = nn.Linear(12, 5)
+        self.prompt = nn.Parameter(torch.randn(12))
+
+    def forward(self, x, skip=None):
+        x = x + self.prompt
+        for i, layer in enumerate(self.layers):
+            if i != skip:
+                x = layer(x)
+        return self.head(x)
+
+
+def three_steps(model, x):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        norm = fsdp.clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norm.item()
+
+
+def inputs():
+    return torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+
+
+def state_of(model):
+    """As lists, which travel: {name: values}, of parameters gathered to rank 0."""
+    full = {name: fsdp.gather_full(p) for name, p in model.named_parameters()}
+    full.update(model.named_buffers())
+    return {name: t.tolist() for name, t in full.items() if t is not None}
+
+
+def case_model(meta, offload, freeze=0):
+    """Three steps of a model with buffers: on meta, filled later, or with values from the start."""
+    model = Net()
+    if meta:
+        given = dict(model.named_parameters())
+        with torch.device("meta"):
+            empty = Net()
+        for module, filled in zip(empty.modules(), model.modules()):
+            for key, buffer in filled.named_buffers(recurse=False):
+                setattr(module, key, buffer)
+        model = empty
+    model.layers[:freeze].requires_grad_(False)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    fsdp.shard(model, model.layers, fsdp.make_mesh("cpu"), cpu_offload=offload)
+    kept = [name for name, b in model.named_buffers() if torch.equal(b, before[name])]
+    if meta:
+        for name, p in model.named_parameters():
+            fsdp.write_full(p, given[name].detach())
+    rows = [len(p.to_local()) for p in model.parameters()]
+    norm = three_steps(model, inputs())
+    return dict(kept=kept == list(before), rows=rows, norm=norm, state=state_of(model))
+
+
+MODELS = {
+    "meta": dict(meta=True, offload=0.0),
+    "meta, offloaded": dict(meta=True, offload=1.0),
+    "values": dict(meta=False, offload=0.0),
+    "values, half offloaded": dict(meta=False, offload=0.5),
+    "a prompt before frozen layers": dict(meta=False, offload=0.0, freeze=2),
+}
+
+
+def case_misuse():
+    """What each of these says, on this rank."""
+    rank = int(os.environ["RANK"])
+
+    def sharded():
+        model = Net(lambda: nn.Linear(12, 12))
+        fsdp.shard(model, model.layers, fsdp.make_mesh("cpu"))
+        return model
+
+    def ranks_skip_different_layers():
+        model = sharded()
+        with fsdp.check_units(model):
+            model(inputs())  # the same: nothing is said
+            model(inputs(), skip=rank)
+
+    def one_rank_skips_the_last_layer():
+        model = sharded()
+        with fsdp.check_units(model):
+            model(inputs(), skip=2 if rank else None)
+
+    def evaluates_before_the_step():
+        model = sharded()
+        model(inputs()).sum().backward()
+        with torch.no_grad():
+            model(inputs())
+        fsdp.clip_grad_norm(model, 1.0)
+
+    def groups_of_three():
+        fsdp.make_mesh("cpu", 3)
+
+    misuses = (ranks_skip_different_layers, one_rank_skips_the_last_layer,
+               evaluates_before_the_step, groups_of_three)
+    said = {}
+    for misuse in misuses:
+        with pytest.raises(ValueError) as e:
+            misuse()
+        said[misuse.__name__] = str(e.value)
+    said["norm"] = fsdp.clip_grad_norm(sharded(), 1.0).item()  # before any backward
+    return said
+
+
+@pytest.fixture(scope="module")
+def found():
+    cases = {name: (case_model, keys) for name, keys in MODELS.items()}
+    return on_ranks(2, {**cases, "misuse": (case_misuse, {})})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_alone_buffers_and_values_are_kept(found, name):
+    """All ranks see the same rows, so BatchNorm's statistics are one process's too."""
+    zero, one = values(found, name)
+    expected = Net()
+    expected.layers[:MODELS[name].get("freeze", 0)].requires_grad_(False)
+    norm = three_steps(expected, inputs())
+    lengths = [len(p) for p in expected.parameters()]
+    assert zero["kept"] and one["kept"]
+    assert (zero["rows"], one["rows"]) == ([-(-n // 2) for n in lengths], [n // 2 for n in lengths])
+    assert zero["norm"] == pytest.approx(norm, rel=1e-5)
+    theirs = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    assert zero["state"].keys() == theirs.keys()
+    for key, t in theirs.items():
+        torch.testing.assert_close(
+            torch.tensor(zero["state"][key]), t.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+def test_alone_misuse_is_said(found):
+    for said in values(found, "misuse"):
+        assert "['layers.1', 'layers.0']" in said["ranks_skip_different_layers"]
+        assert "'layers.2', 'none, it is at the end'" in said["one_rank_skips_the_last_layer"]
+        assert "evaluation" in said["evaluates_before_the_step"]
+        assert "groups of 3" in said["groups_of_three"]
+        assert said["norm"] == 0
+
+
+@pytest.mark.parametrize("name", [
+    "layers.0.norm.running_mean", "layers.1.scale.table", "layers.2.norm.num_batches_tracked"])
+def test_alone_a_buffer_without_values_is_named(name):
+    model = Net()
+    place, _, key = name.rpartition(".")
+    module = model.get_submodule(place)
+    setattr(module, key, getattr(module, key).to("meta"))
+    with pytest.raises(ValueError, match=name):
+        fsdp.allocate(model, "cpu")
+    with pytest.raises(ValueError, match=name):
+        fsdp.shard(model, model.layers, mesh=None)
+
+
+def test_alone_allocate_keeps_values_and_ties():
+    model = Net()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    fsdp.allocate(model, "cpu")
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    model.head.to("meta")
+    model.prompt = model.head.bias  # tied
+    fsdp.allocate(model, "cpu")
+    assert model.prompt is model.head.bias and not model.head.weight.is_meta
+    assert torch.equal(model.layers[0].norm.running_var, state["layers.0.norm.running_var"])
+
+
+def test_alone_inference_leaves_each_module_in_its_mode():
+    model = Net()
+    model.layers[1].eval()  # a frozen backbone's
+    modes = [module.training for module in model.modules()]
+    with fsdp.inference(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_alone_what_is_gathered_is_a_copy():
+    t = torch.zeros(3)
+    whole = fsdp.gather_full(t)
+    t += 1
+    assert whole.tolist() == [0, 0, 0]
+
+
+def test_alone_checkpointing_none_is_none():
+    layer = Layer()
+    fsdp.checkpoint_activations([layer], "none")
+    assert "forward" not in vars(layer)
+    with pytest.raises(ValueError):
+        fsdp.checkpoint_activations([layer], "nothing")

@@ -35,6 +35,7 @@ CASES = {  # what configurator.conflicts refuses, such as activation_offload, is
     "hybrid": dict(strategy="hybrid_shard", **SELECTIVE, cpu_offload=0.5),
     "last": dict(**ZERO2, grad_sync="last", gradient_accumulation_steps=2),
     "bf16": dict(**ZERO3, dtype="bfloat16", loss_chunks=3),
+    "frozen full": dict(**ZERO3, **FULL, freeze=r"wte|wpe|h\.0", n_layer=3),
     "untied": dict(**ZERO3, model="test_fsdp", loss_chunks=3),
     # more blocks than the 8 times that dynamo compiles a function again
     "deep": dict(**ZERO3, **FULL, n_layer=9)}
@@ -95,7 +96,9 @@ def test_compile_one_graph_for_all_blocks_and_one_for_the_loss(results, name):
     if keys.get("wrap_min_params"):  # FSDP's hooks inside the blocks cut them into pieces
         assert graphs[0] == 7
     elif keys["strategy"] in SHARDED:
-        assert graphs[0] == 2 and breaks == 0
+        # Of blocks: a frozen one, the first one that trains, one whose input needs a gradient.
+        kinds = 3 if "freeze" in keys else 1
+        assert graphs[0] == kinds + 1 and breaks == 0
     else:
         assert graphs[0] == 1  # the whole model; DDP's own wrapper stays outside
 

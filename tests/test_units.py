@@ -6,6 +6,7 @@ ranks make of them is in test_fsdp.py.
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from harness import HERE, plain_gpt
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-import train
 from configurator import load_config, model_config
 
 
@@ -33,15 +33,18 @@ def test_units_are_spread_over_the_depth(n, fraction, expected):
     assert len(fsdp.spread(range(100), 0.29)) == 29  # 100 * 0.29 is below 29, by rounding
 
 
-@pytest.mark.parametrize("freeze, blocks", [
-    (r"wte|wpe|h\.0\.ln_1", []),  # a part of the first block trains
-    (r"wte|wpe|h\.[01]", [0, 1]),
-    (r"wte|wpe|h\.[02]", [0]),  # backward passes through block 2
-    (r"h\.[01]", [])])  # and here to the embedding
-def test_units_that_backward_never_reaches_come_before_all_that_trains(freeze, blocks):
-    gpt = plain_gpt()
-    train.freeze(gpt, freeze)
-    assert fsdp.frozen_prefix(gpt, gpt.blocks) == [gpt.blocks[i] for i in blocks]
+def test_units_ahead_are_in_the_order_of_their_forward():
+    """Outer before inner, where units nest: find_units has them the other way round."""
+    gpt, asked = plain_gpt(), {}
+    units = [m for block in gpt.blocks[:2] for m in (block.mlp.c_fc, block.mlp, block)]
+    for unit in units:
+        unit.set_modules_to_forward_prefetch = partial(asked.setdefault, (unit, "forward"))
+        unit.set_modules_to_backward_prefetch = partial(asked.setdefault, (unit, "backward"))
+    fsdp.prefetch(gpt, units, 2)
+    ordered = [m for block in gpt.blocks[:2] for m in (block, block.mlp, block.mlp.c_fc)]
+    for i, unit in enumerate(ordered):
+        assert asked[unit, "forward"] == ordered[i + 1:i + 3]
+        assert asked[unit, "backward"] == ordered[max(0, i - 2):i][::-1]
 
 
 def test_units_are_shared_by_neighbours():
