@@ -339,13 +339,15 @@ def test_plan_recipes_say_their_peak(name):
     assert f"{one['peak'] / GIB:.1f}" == said[2]
 
 
-def test_plan_host_memory_has_what_a_sharded_save_copies():
-    """12 bytes a parameter of the rank's own rows: here 8 ranks divide all of them."""
-    none, saved = (row(8, "--vocab_size=1024", f"--checkpoint={kind}")
-                   for kind in ("full", "sharded"))
-    n = plan.count(train.meta_model(placed(8, "--vocab_size=1024")[0]))
-    assert none["host"] == 0
-    assert saved["host"] == pytest.approx(12 * n, rel=1e-4)  # and AdamW's counters
+@pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
+def test_plan_host_memory_has_what_a_sharded_save_copies(offload):
+    """12 bytes a parameter of the rank's own rows, wherever they are: here 8 ranks divide all. On
+    CPUs, where nothing is pinned, and so no size is rounded up."""
+    argv = "--vocab_size=1024", "--device=cpu", f"--cpu_offload={offload}"
+    none, saved = (row(8, *argv, f"--checkpoint={kind}") for kind in ("full", "sharded"))
+    n = plan.count(train.meta_model(placed(8, *argv)[0]))
+    assert (none["host"] > 0) == (offload > 0)
+    assert saved["host"] - none["host"] == pytest.approx(12 * n, rel=1e-4)  # and AdamW's counters
 
 
 def test_plan_cpus_and_gpus_rmsnorm_differ():
