@@ -32,7 +32,8 @@ try:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 except ImportError as e:
-    raise SystemExit(f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13")
+    raise SystemExit(
+        f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13 or 2.15")
 
 # What memory holds. A storage that was called two things is the first of them here: the shard
 # that FSDP gathers from is also an argument of the gather, and stays a parameter.
