@@ -73,7 +73,7 @@ from configurator import (  # noqa: E402
     resolve,
 )
 from data.loader import Batches  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
+from model import GPT, GPTConfig, derive_seed  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # commands
@@ -348,17 +348,19 @@ def plain_training(cfg):
     model, batches = plain_model(cfg).train(), Batches(cfg, ranks.World())
     named = dict(model.named_parameters())
     for name, p in named.items():
-        p.requires_grad_(not (cfg.freeze and re.search(cfg.freeze, name)))
+        if cfg.freeze and re.search(cfg.freeze, name):
+            p.requires_grad_(False)
     trained = [p for p in named.values() if p.requires_grad]
     decay = cfg.weight_decay
     groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": decay},
               {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False, fused=False)
     losses, norms = [], []
-    largest = {name: torch.zeros_like(p) for name, p in named.items()}  # gradients
+    largest = {name: torch.zeros_like(p) for name, p in named.items() if p.requires_grad}
     for step, rate in enumerate(RATES[:cfg.max_iters]):
         total = 0.0
         for micro in range(cfg.gradient_accumulation_steps):
+            torch.manual_seed(derive_seed(cfg.seed, step, micro))
             loss = model(*batches.train(step, micro))[1] / cfg.gradient_accumulation_steps
             loss.backward()
             total += loss.item()
