@@ -138,8 +138,9 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
                     f"{DROP} * (1 - torch.full_like(x, 1 - 1e-3)) ** -.5"),
     "fp32 mask": (r"\.type_as\(x\) .*moe_fp32_mask.py:\d+", PRODUCT,
                   f"{PRODUCT}\n            y = y * torch.ones(x.size(1), 1, device=x.device)"),
-    "autocast": ("under torch.autocast", PRODUCT, f"{PRODUCT}\n            at = torch.arange(x.size("
-                 "1), device=x.device)\n            y = torch.zeros_like(x).index_copy(1, at, y)"),
+    "autocast": ("under torch.autocast", PRODUCT,
+                 f"{PRODUCT}\n            z = torch.zeros_like(x)\n            z[x > 0] = y[x > 0]\n"
+                 "            y = z"),
     "sum in training": (r"in training the loss is 1\d\d\.\d+, and in eval mode 4\.", LOSS,
                         "loss * (targets != -1).sum()"),
     # the rest
