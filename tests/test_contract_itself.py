@@ -139,8 +139,8 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     "fp32 mask": (r"\.type_as\(x\) .*moe_fp32_mask.py:\d+", PRODUCT,
                   f"{PRODUCT}\n            y = y * torch.ones(x.size(1), 1, device=x.device)"),
     "autocast": ("under torch.autocast", PRODUCT,
-                 f"{PRODUCT}\n            z = torch.zeros_like(x)\n            z[x > 0] = y[x > 0]\n"
-                 "            y = z"),
+                 f"{PRODUCT}\n            z = torch.zeros_like(x)\n            "
+                 "z[x > 0] = y[x > 0]\n            y = z"),
     "sum in training": (r"in training the loss is 1\d\d\.\d+, and in eval mode 4\.", LOSS,
                         "loss * (targets != -1).sum()"),
     # the rest
@@ -177,7 +177,11 @@ def test_contract_says_what_to_change(tmp, copy, name):
     with pytest.raises(pytest.fail.Exception, match=sentence) as e:
         contract.test_contract_of_the_file(tmp, faulty)
     assert "\n" not in str(e.value)
-    assert (faulty in contract.WRONG) == (name != "in place product")  # else it is trained
+    if name != "in place product":
+        assert faulty in contract.WRONG  # so it is not trained
+        return
+    with pytest.raises(pytest.fail.Exception, match=sentence):  # the other modes are right
+        contract.test_contract_modes(tmp, faulty, "selective-checkpointing")
 
 
 def test_contract_holds_for_the_smallest_file(tmp, models):
