@@ -12,9 +12,9 @@ Any strategy and world size reads both. A state is flat, {"model.<name>": tensor
 
 A full one: rank 0 gathers it, tensor by tensor, into its host memory. Then it writes
 ckpt.pt.tmp, syncs it, and renames it.
-A sharded one: all ranks write their rows, then rank 0 writes header.json, with the checksums
-of all files. It makes the directory complete. So a kill at any moment leaves the last
-complete checkpoint. Nothing in a checkpoint can run code.
+A sharded one: all ranks write and sync their rows, then rank 0 writes header.json, with the
+checksums of all files. It makes the directory complete. So a kill at any moment leaves the
+last complete checkpoint. Nothing in a checkpoint can run code.
 """
 
 import json
@@ -28,7 +28,7 @@ import warnings
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -160,7 +160,7 @@ def require_shape(source, key, ours, config):
 # ---------- full: one file ----------------------------------------------------
 
 
-def write_full_checkpoint(path, flat, header):
+def write_ckpt_pt(path, flat, header):
     """nanoGPT's layout: 'model' by name, 'optimizer' by number, the header beside them."""
     weights = {}
     state = {}
@@ -251,7 +251,7 @@ def read_sharded(path, tensors, group=None):
 
 
 class MetadataReader(dcp.FileSystemReader):
-    """PyTorch's own unpickles .metadata, and so would run what somebody has put there."""
+    """PyTorch's own reader uses pickle.load for .metadata, and that can run code."""
 
     def read_metadata(self, *args, **kwargs):
         with open(os.path.join(self.path, ".metadata"), "rb") as f:
@@ -291,11 +291,6 @@ class Source:
     get: object = None  # function: flat key -> the whole tensor on the CPU; only on rank 0
     sharded: bool = False
 
-    def __post_init__(self):
-        step = self.header.get("iter_num", 0)
-        if not 0 <= step < 2**63:
-            raise ValueError(f"iter_num is {step}")
-
     def __getstate__(self):  # what the other ranks receive: they have no file open
         return {**vars(self), "get": None}
 
@@ -317,7 +312,8 @@ def find(out_dir, world):
 
 
 def open_all(out_dir):
-    """([Source], newest first; [what is wrong with those that cannot be opened])."""
+    """([Source], newest first, of the same step a full one first; [what is wrong with those
+    that cannot be opened])."""
     sources = []
     problems = []
     for name in ("ckpt.pt", "last.pt", *complete_steps(out_dir)):
@@ -359,8 +355,9 @@ def intact(source, world):
 
 
 class Saver:
-    """The one run that writes in out_dir. It holds the lock from before a checkpoint is
-    chosen until the process ends. All ranks call its methods.
+    """The one run that writes in out_dir. All ranks call its methods: `lock` before a
+    checkpoint is chosen, `claim` when nothing can be refused any more, `look` in each step,
+    `save` when one is due, `finish` at the end.
     eval_only: leave the directory as it is."""
 
     def __init__(self, out_dir, world, eval_only=False):
@@ -369,20 +366,27 @@ class Saver:
         self.world = world
         self.eval_only = eval_only
         self.run_id = None
+        self.lock_file = None
         self.background = ThreadPoolExecutor(1)
-        self.saving = None  # the future of the last sharded save
+        self.saving = None  # the future of a save, until `look` has seen its end
+        self.failed = False  # the last save that has ended
         self.group = None
         if dist.is_initialized():
             # Its collectives must not mix with training's, and wait for the slowest disk.
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        if not eval_only:
-            from_rank0(world, self.lock)
 
     def lock(self):
+        """Keep other runs out of out_dir until this process ends. If there is none yet, `claim`
+        makes and locks it: a run that is refused leaves nothing behind."""
+        if not self.eval_only:
+            from_rank0(self.world, self.lock_existing)
+
+    def lock_existing(self):
         """Lock the file out_dir.lock beside out_dir: its directory may be renamed."""
+        if self.lock_file or not os.path.isdir(self.out_dir):
+            return
         path = self.out_dir + ".lock"
         with writing(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
             self.lock_file = open(path, "a+")
         try:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -404,12 +408,14 @@ class Saver:
             return
         self.cfg = cfg
         self.run_id = from_rank0(self.world, lambda: self.new_run(source, resumed))
-        self.kept = source.header.get("kept") if source else None  # Hugging Face's files
+        # Hugging Face's files that an export needs.
+        self.kept = source.header.get("kept") if source else None
 
     def new_run(self, source, resumed):
         run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
         with writing(self.out_dir):
             os.makedirs(self.out_dir, exist_ok=True)
+            self.lock_existing()
             if resumed:
                 return source.header.get("run") or run_id  # nanoGPT's have none
             names = os.listdir(self.out_dir)
@@ -422,10 +428,10 @@ class Saver:
         return run_id
 
     def save(self, model, optimizer, scaler, step, best_val_loss, name="ckpt.pt"):
-        """Write out_dir/<name>, or out_dir/step-<n>, which is complete later: this returns as
-        soon as the rows are copied."""
+        """Write out_dir/<name>; or out_dir/step-<n> in the background, as soon as the rows are
+        copied. If that fails, `look` says so."""
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        self.finish()
+        self.look(wait=True)  # for the one before: else this one's NaN could end the run first
         tensors = flat_state(model, optimizer)
         require_finite_state(tensors, self.world, step)
         names = {p: name for name, p in model.named_parameters()}
@@ -446,39 +452,54 @@ class Saver:
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}
             path = os.path.join(self.out_dir, name)
-            from_rank0(self.world, lambda: write_full_checkpoint(path, flat, header))
+            self.saving = self.background.submit(
+                from_rank0,
+                self.world,
+                lambda: write_ckpt_pt(path, flat, header),
+                self.group,
+            )
+            self.look(wait=True)  # before training goes on: `flat` is a lot of memory
             return
         path = os.path.join(self.out_dir, f"step-{step:09d}")
         # What a killed run has left there.
-        from_rank0(self.world, lambda: shutil.rmtree(path, ignore_errors=True))
+        from_rank0(self.world, lambda: remove_sharded(path))
         # Copied to the host here, not in the background: a new thread's device is GPU 0.
         # (dcp.async_save copies twice, and takes three times as long for that.)
         rows = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
         self.saving = self.background.submit(self.write_sharded, path, header, rows)
 
     def write_sharded(self, path, header, rows):
-        """In the background: all ranks write. Then rank 0 adds the header, and removes older
-        checkpoints."""
+        """In the background: all ranks write, then rank 0 completes it. What goes wrong on one
+        rank, all of them raise."""
         # copy_ahead is for tensors that are still on a GPU.
         writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+        own = {}  # checksums of the files that this rank has written
+        error = None
         try:
             dcp.save(rows, storage_writer=writer, process_group=self.group)
-        except dcp.CheckpointException as e:  # it derives from BaseException
-            error, _ = next(iter(e.failures.values()))
-            raise cannot_write(path, error)
-        own = {}  # checksums of the files that this rank has written
-        for name in os.listdir(path):
-            is_mine = name.startswith(f"__{self.world.rank}_")  # as DCP names them
-            if is_mine or (name == ".metadata" and self.world.rank == 0):
-                own[name] = checksum(os.path.join(path, name))
-        gathered = [own]
+            for name in os.listdir(path):
+                is_mine = name.startswith(f"__{self.world.rank}_")  # as DCP names them
+                if is_mine or (name == ".metadata" and self.world.rank == 0):
+                    own[name] = checksum(os.path.join(path, name))
+        except dcp.CheckpointException as e:  # of any rank; it derives from BaseException
+            cause, _ = next(iter(e.failures.values()))
+            error = first_line(cause)
+        except OSError as e:  # of this rank
+            error = first_line(e)
+        gathered = [(own, error)]
         if self.group:
             gathered = [None] * self.world.size if self.world.rank == 0 else None
-            dist.gather_object(own, gathered, group=self.group)
-        if self.world.rank > 0:
-            return
+            dist.gather_object((own, error), gathered, group=self.group)
+        from_rank0(self.world, lambda: self.complete(path, header, gathered), self.group)
+
+    def complete(self, path, header, gathered):
+        """On rank 0: add the header, and remove older checkpoints.
+        gathered: each rank's checksums, and what went wrong there."""
         header["files"] = {}
-        for files in gathered:
+        for files, error in gathered:
+            if error:
+                remove_sharded(path)  # the next save may need the room
+                raise cannot_write(path, error)
             header["files"].update(files)
         missing = header["files"].keys() - set(os.listdir(path))
         if missing:
@@ -489,18 +510,41 @@ class Saver:
         write_atomically(os.path.join(path, HEADER), lambda f: f.write(text))
         # Only now remove older ones, and what a killed run has left half-written. Those with a
         # higher number are damaged, or this run would have started from them: leave them.
-        kept = complete_steps(self.out_dir)[-self.cfg.keep_checkpoints:]
+        this = os.path.basename(path)
+        complete = [name for name in complete_steps(self.out_dir) if name <= this]
+        newest = complete[-self.cfg.keep_checkpoints:]
         for name in filter(is_step, os.listdir(self.out_dir)):
-            if name not in kept and name < os.path.basename(path):
-                shutil.rmtree(os.path.join(self.out_dir, name), ignore_errors=True)
+            if name < this and name not in newest:
+                remove_sharded(os.path.join(self.out_dir, name))
+
+    def look(self, wait=False):
+        """Has a save failed? Then say so, and go on: the next one tries again.
+        wait: until the save in the background has ended."""
+        if not self.saving or not (wait or self.saving.done()):
+            return
+        saving = self.saving
+        self.saving = None
+        self.failed = True
+        try:
+            saving.result()
+            self.failed = False
+        except CannotWrite as e:
+            print0(self.world, e, file=sys.stderr)
 
     def finish(self):
-        """Wait for the save in the background; raises what went wrong there."""
-        if self.saving:
-            self.saving.result()
-            self.saving = None
-            # Wait until rank 0 has completed it too.
-            from_rank0(self.world, lambda: None)
+        """Wait for the save in the background. SystemExit if the run's last save failed."""
+        self.look(wait=True)
+        if self.failed:
+            raise SystemExit(
+                f"the last save in {self.cfg.out_dir} failed: mend what the line above names, "
+                "and continue from the checkpoint before it by --init_from=auto")
+
+
+def remove_sharded(path):
+    """The header first: what a kill leaves is then no checkpoint, and not a damaged one."""
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(path, HEADER))
+    shutil.rmtree(path, ignore_errors=True)
 
 
 # ---------- writing: all or nothing -------------------------------------------
@@ -524,9 +568,13 @@ def write_atomically(path, write):
                 os.remove(tmp)
 
 
+class CannotWrite(SystemExit):
+    """A failed write, in one line. A later one may succeed."""
+
+
 @contextmanager
 def writing(path):
-    """A failure to write inside is one line."""
+    """A failure to write inside is a CannotWrite."""
     try:
         yield
     except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
@@ -534,7 +582,7 @@ def writing(path):
 
 
 def cannot_write(path, e):
-    return SystemExit(
+    return CannotWrite(
         f"cannot write {path}: {first_line(e)}; what was there before is untouched. See that "
         "the directory exists and has room, or pass another one")
 
@@ -558,7 +606,8 @@ def main(argv):
     out_dir = argv[1]
     if not os.path.isdir(out_dir):
         raise SystemExit(f"{out_dir}: no such directory")
-    saver = Saver(out_dir, World())  # its lock: a run there might remove what we read
+    saver = Saver(out_dir, World())
+    saver.lock()  # a run there might remove what we read
     source = open_newest(out_dir)
     if not source.sharded:
         print(f"{source.path} is a full checkpoint already")
@@ -566,7 +615,7 @@ def main(argv):
     path = os.path.join(saver.out_dir, "ckpt.pt")
     del source.header["files"]
     flat = {key: source.get(key) for key in source.shapes}
-    write_full_checkpoint(path, flat, source.header)
+    write_ckpt_pt(path, flat, source.header)
     print(f"{source.path} -> {path}")
 
 

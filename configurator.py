@@ -19,8 +19,15 @@ import math
 import os
 import re
 import shutil
-from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass, replace
+from dataclasses import (
+    MISSING,
+    dataclass,
+    field,
+    fields,
+    is_dataclass,
+    make_dataclass,
+    replace,
+)
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
@@ -37,18 +44,18 @@ DTYPES = {
 }
 
 # A key's type says what it may be: a Python type, a test, and what an error then says.
-Whole = Annotated[int, lambda n: 0 <= n < 2**63, "a whole number, 0 or more, below 2**63"]
-Positive = Annotated[int, lambda n: 1 <= n < 2**63, "a whole number, at least 1, below 2**63"]
+Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
+Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
 Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
 Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps or cuda"]
-Path = Annotated[str, lambda s: s and s.isprintable(), "a name or a path"]
+Path = Annotated[str, lambda s: s != "", "a name or a path"]
 PLAIN = {  # the types of a model file's keys
-    int: Annotated[int, lambda n: abs(n) < 2**63, "a whole number, below 2**63"],
+    int: Annotated[int, lambda n: True, "a whole number"],
     float: Annotated[float, math.isfinite, "a finite number"],
     bool: Annotated[bool, lambda b: True, "True or False"],
-    str: Annotated[str, str.isprintable, "a string of printable characters"],
+    str: Annotated[str, lambda s: True, "a string"],
 }
 
 
@@ -57,7 +64,8 @@ class Config:
     # --- files
     out_dir: Path = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
-    #   or in Hugging Face format: gpt2[-medium|-large|-xl], another hub name, a directory
+    #   or in Hugging Face format: gpt2[-medium|-large|-xl], another hub name, a directory;
+    #   of its context it takes block_size at most
     checkpoint: Literal["full", "sharded"] = "full"  # full: one portable ckpt.pt.
     #   sharded: a directory, written in the background, for models too large for one host
     keep_checkpoints: Positive = 2  # how many sharded ones to keep
@@ -115,8 +123,6 @@ class Config:
     grad_sync: Literal["auto", "every", "last"] = "auto"
     #   reduce gradients after every micro-batch (least memory) or the last; auto: last for ddp only
 
-    given = ()  # no key: the names of those that files and flags have set (load_config)
-
 
 # ---------- files that a key names --------------------------------------------
 
@@ -170,7 +176,9 @@ def config_class(model):
                 f"{key} must be an int, float, bool, str or Literal, with a default "
                 "(and the file without from __future__ import annotations)")
     this_model = ("model", str, model)  # the default of the key `model`
-    return make_dataclass("RunConfig", [this_model], bases=(Config, model_keys))
+    # No key, but the names of the keys that files and flags have set.
+    given = ("given", list, field(default_factory=list))
+    return make_dataclass("RunConfig", [this_model, given], bases=(Config, model_keys))
 
 
 def model_config(cfg):
@@ -186,23 +194,25 @@ def load_config(argv, flags=()):
     values = {}
     for arg in argv:
         if arg.startswith("--") and "=" in arg:
-            key, _, value = arg[2:].partition("=")  # the value may contain another =
-            assigned = {key: value}
+            key, _, text = arg[2:].partition("=")  # the value may contain another =
+            if key == "model":
+                cls = config_class(text)
+            kind, _, _ = rule(key, cls, arg, flags)
+            assigned = {key: text if kind is str else parse(text)}
         else:
             assigned = run_file(arg, before={**vars(cls()), **values})
-        cls = config_class(assigned.get("model", cls.model))
+            cls = config_class(assigned.get("model", cls.model))
         for key, value in assigned.items():
             values[key] = coerce(key, value, cls, arg, flags)
     for key in values:
         if key not in cls.__dataclass_fields__:  # it stood before --model
             raise SystemExit(f"{key}: model={cls.model} has no such key; use --help")
-    # On the class, so that replace() keeps it.
-    return make_config(type("RunConfig", (cls,), {"given": tuple(values)}), values)
+    return make_config(cls, {**values, "given": list(values)})
 
 
 def run_file(path, before):
     """{key: value} of what the file assigns. It may compute with the values before it."""
-    # As if `before` were built in: the file can read it, and only what it assigns is in scope.
+    # Earlier values go into builtins, so that scope holds only what the file assigns.
     scope = {"__builtins__": {**vars(builtins), **before}}
     try:
         with open(path) as f:
@@ -267,17 +277,14 @@ def differences(before, cfg):
 
 def make_config(cls, values):
     try:
-        cfg = cls(**values)
+        return cls(**values)
     except ValueError as e:  # sizes that do not fit together
         raise SystemExit(f"{e} (model={cls.model})")
-    if getattr(cfg, "n_layer", 1) > 10_000:  # they would be built for minutes, in silence
-        raise SystemExit(f"n_layer={cfg.n_layer} must be at most 10000 (model={cls.model})")
-    return cfg
 
 
-def coerce(key, value, cls, where, flags=()):
-    """value as the key's type: exact, but 1 may become 1.0, and 1e4 become 10000."""
-    types = {f.name: f.type for f in fields(cls)}
+def rule(key, cls, where, flags=()):
+    """(Python type, test, what an error then says) of a key."""
+    types = {f.name: f.type for f in fields(cls) if f.name != "given"}
     if key not in types:
         near = difflib.get_close_matches(key, [*flags, *types], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
@@ -285,20 +292,28 @@ def coerce(key, value, cls, where, flags=()):
     allowed = PLAIN.get(types[key], types[key])
     if get_origin(allowed) is Literal:
         choices = get_args(allowed)
-        kind = type(choices[0])
-        test = choices.__contains__
-        words = f"one of {', '.join(map(repr, choices))}"
-    else:
-        kind, test, words = get_args(allowed)
-    with suppress(SyntaxError, ValueError, OverflowError):  # what is no number stays as it is
-        if where.startswith("--") and kind is not str:  # a flag's text
-            value = ast.literal_eval(str(value).capitalize())  # also true, false
-        is_number = type(value) in (int, float) and kind in (int, float)
-        if is_number and kind(value) == value:
-            value = kind(value)
+        return type(choices[0]), choices.__contains__, f"one of {', '.join(map(repr, choices))}"
+    return get_args(allowed)
+
+
+def coerce(key, value, cls, where, flags=()):
+    """value as the key's type: exact, but 1 may become 1.0, and 1e4 become 10000."""
+    kind, test, words = rule(key, cls, where, flags)
+    if kind is int and type(value) is float and value.is_integer():
+        value = int(value)
+    if kind is float and type(value) is int:
+        value = float(value)
     if type(value) is not kind or not test(value):
         raise SystemExit(f"{where}: {key}={value!r} must be {words}")
     return value
+
+
+def parse(text):
+    """A flag's number, True or False; what is none of these stays as it is."""
+    try:
+        return ast.literal_eval(text.capitalize())  # also true, false
+    except (SyntaxError, ValueError):
+        return text
 
 
 def help_text(usage, model="gpt2"):
@@ -348,7 +363,6 @@ def conflicts(cfg, world, distributed):
     size = world.size
     kind = world.device.type
     single = cfg.strategy == "single"
-    alone_or_not = size > 1 if single else not distributed
     group = cfg.shard_group_size or world.local_size
     uneven_groups = cfg.strategy == "hybrid_shard" and size % group
     mode = cfg.activation_checkpointing
@@ -361,8 +375,9 @@ def conflicts(cfg, world, distributed):
     }.get(kind, ())
     no_compiler = compilers and not any(map(shutil.which, compilers))
     table = [
-        ("strategy", alone_or_not,
-         "single needs python train.py, the others torchrun --standalone --nproc_per_node=2"),
+        ("strategy", single and size > 1, "start one process: python train.py"),
+        ("strategy", not single and not distributed,
+         "start it with torchrun --standalone --nproc_per_node=2, or use --strategy=single"),
         ("shard_group_size", uneven_groups,
          f"{size} processes do not divide into groups of {group}; use a divisor of {size}"),
         ("backend", cfg.backend == "nccl" and kind != "cuda" and not single,
@@ -409,6 +424,6 @@ def best_dtype(device):
     if device.type == "cpu":
         # Private probes, as there are no public ones. If they go, fp32 is always right.
         for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-            if getattr(torch.cpu, probe, bool)():
+            if hasattr(torch.cpu, probe) and getattr(torch.cpu, probe)():
                 return "bfloat16"
     return "float32"

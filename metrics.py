@@ -13,6 +13,7 @@ A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 import json
 import math
 import os
+import resource
 import sys
 import time
 from contextlib import contextmanager
@@ -78,10 +79,16 @@ def peak_memory(device):
     """Bytes: the allocator's peak on CUDA, elsewhere the process's peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows, where checkpoint.py has said so before
-
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def require_packages(cfg):
+    """SystemExit if one is not here, before the run changes anything on disk."""
+    if cfg.wandb_log:
+        package("wandb", "wandb_log=True")
+    if cfg.tensorboard:
+        package("torch.utils.tensorboard", "tensorboard=True")
 
 
 def describe(cfg, model, batches, source, world):
@@ -99,6 +106,11 @@ def describe(cfg, model, batches, source, world):
     if source:
         step = source.header["iter_num"]
         yield f"starting from {source.path} at step {step}"
+        longest = source.header["model_args"]["block_size"]
+        if cfg.block_size < longest and "block_size" not in cfg.given:
+            yield (
+                f"context {cfg.block_size:,} of {longest:,}, which takes less memory: "
+                f"--block_size={longest} for all of it")
         if step >= cfg.max_iters:
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise it to continue"
     if cfg.decay_lr and cfg.max_iters > cfg.lr_decay_iters:

@@ -49,8 +49,10 @@ def setup(device, backend, cpu_offload=0.0):
     rank = int(env["RANK"])
     size = int(env["WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    if device == "auto" and 0 < gpus < size == local_size:
-        # On one node, where all ranks see the same: two processes to try things on one GPU.
+    one_node = size == local_size  # so all ranks count the same GPUs
+    too_few_gpus = 0 < gpus < size
+    if device == "auto" and one_node and too_few_gpus:
+        # Two processes, to try things on a machine with one GPU.
         if rank == 0:
             print(f"device=auto: fewer GPUs ({gpus}) than processes ({size}): all take the CPU")
         device = "cpu"
@@ -71,7 +73,7 @@ def open_group(rank, size, device, backend):
         store = dist.PrefixStore("start " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backends = "gloo"
     if device.type == "cuda" and backend != "gloo":
-        # Name gloo as well: offloaded gradients, stop flags and objects travel over the CPU.
+        # Gloo too: stop flags, and what the ranks agree on, are in host memory.
         backends = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -128,9 +130,9 @@ def pick_device(name, local_rank=None):
 # ---------- agree -------------------------------------------------------------
 
 
-def print0(world, *args):
+def print0(world, *args, file=None):
     if world.rank == 0:
-        print(*args, flush=True)
+        print(*args, file=file, flush=True)
 
 
 def all_reduce_mean_(x, world, patient=False):
@@ -142,22 +144,24 @@ def all_reduce_mean_(x, world, patient=False):
     return x
 
 
-def from_rank0(world, action):
+def from_rank0(world, action, group=None):
     """Call action() on rank 0 while the others wait, for hours if need be. Every rank then
-    returns what it returned, or raises its SystemExit (collective)."""
+    returns what it returned, or raises its SystemExit (collective).
+    group: of all ranks; the patient one if None."""
     value = error = None
     if world.rank == 0:
         try:
             value = action()
         except SystemExit as e:
-            error = e.code
+            error = type(e), e.code  # e itself would keep the memory of its frames
     if world.size > 1:
         box = [value, error]
         cpu = torch.device("cpu")
-        dist.broadcast_object_list(box, src=0, group=patient_group(), device=cpu)
+        dist.broadcast_object_list(box, src=0, group=group or patient_group(), device=cpu)
         value, error = box
     if error:
-        raise SystemExit(error)
+        kind, code = error
+        raise kind(code)
     return value
 
 
@@ -192,7 +196,7 @@ class StopSignal:
                 self.any_received, dist.ReduceOp.MAX, async_op=True)
 
     def requested(self):
-        """Had any rank got a signal when all of them asked? The same answer on each."""
+        """True on every rank if any of them had been signalled before the last ask()."""
         if self.world.size == 1:
             return self.received
         if self.exchange:
@@ -208,33 +212,33 @@ def run(main, *args):
     exception is a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal: no traceback either
-    code = 0
+    code = 1
     try:
         main(*args)
+        code = 0
     except SystemExit as e:
-        code = say(e.code)
+        if isinstance(e.code, str):
+            say(e.code)
+        else:
+            code = e.code or 0
     except Exception as e:
         if out_of_memory(e):
-            code = say(f"out of memory: {first_line(e)}; lower batch_size or the model's sizes")
+            say(f"out of memory: {first_line(e)}; lower batch_size or the model's sizes")
         else:
             traceback.print_exc()
-            code = 1
     leave(code)
 
 
-def say(message):
-    """Print what a SystemExit says, once for the ranks of this node; returns the exit code."""
-    if message is None or isinstance(message, int):
-        return message or 0
+def say(line):
+    """Print a line to stderr, once for the ranks of this node."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        # Local rank 0 has probably said the same; then torchrun has sent this rank a SIGTERM, or
-        # ends it meanwhile.
+        # Local rank 0 has probably said the same. Then torchrun has sent this rank a SIGTERM,
+        # or ends it while it sleeps.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if StopSignal.received:
-            return 1
+            return
         time.sleep(5)
-    print(str(message).replace("\n", "\\n"), file=sys.stderr)  # a file's name may have one
-    return 1
+    print(line, file=sys.stderr)
 
 
 def leave(code):
@@ -245,15 +249,14 @@ def leave(code):
     if not dist.is_initialized():
         sys.exit(code)
     if code == 0:
-        dist.all_reduce(torch.zeros(1))  # a barrier: peers may still use our connections
+        # Peers may still use our connections, and rank 0 may upload its log for long.
+        dist.barrier(patient_group())
     os._exit(code)
 
 
 def out_of_memory(e):
-    """PyTorch has an exception for GPUs only; on CPUs it is a RuntimeError that says so.
-    NumPy's says so too, of what no memory could hold."""
-    texts = ("can't allocate memory", "size calculation overflowed", "array is too big")
-    says_so = any(text in str(e) for text in texts)
+    """PyTorch has an exception for GPUs only; on CPUs it is a RuntimeError that says so."""
+    says_so = "can't allocate memory" in str(e)
     return says_so or isinstance(e, (torch.OutOfMemoryError, MemoryError))
 
 

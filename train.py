@@ -17,16 +17,27 @@ import sys
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import configurator
 import fsdp
 from configurator import DTYPES, SHARDED, extra
 from data.loader import Batches, data_dir, read_meta
-from metrics import Log, describe
+from metrics import Log, describe, require_packages
 from model import derive_seed
 from optimizer import allocate_state, learning_rate_at, make_adamw
-from ranks import StopSignal, all_reduce_mean_, connect, from_rank0, print0, run, setup
+from ranks import (
+    TIMEOUT,
+    StopSignal,
+    all_reduce_mean_,
+    connect,
+    from_rank0,
+    print0,
+    run,
+    setup,
+)
 
 # ---------- build: model, strategy, optimizer, values -------------------------
 
@@ -121,6 +132,9 @@ def parallelize(model, cfg, world):
             model.head_loss = torch.compile(model.head_loss)
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     for group in mesh.get_all_groups():
+        # PyTorch lets hybrid_shard's groups wait for 30 minutes. A rehearsal's never wait.
+        if dist.get_backend(group) != "fake":
+            group.set_timeout(TIMEOUT)
         connect(group, world.device)
     fsdp.shard(
         model,
@@ -137,7 +151,7 @@ def parallelize(model, cfg, world):
 
 def unwrap(wrapped):
     """The model inside DDP. In every other mode what is called is the model itself."""
-    return getattr(wrapped, "module", wrapped)
+    return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
 
 def make_optimizer(model, cfg):
@@ -162,8 +176,9 @@ def make_optimizer(model, cfg):
 
 
 def start(cfg, world):
-    """(cfg with the model's sizes; the Source of its values, None for initial ones; does the
-    run go on where the source ended?). SystemExit if the two do not fit (all ranks)."""
+    """(cfg with the model's sizes; the Source of its values, None for initial ones; True if
+    the run goes on where the Source ended, False if it only takes the weights). SystemExit if
+    the two do not fit (all ranks)."""
     source = open_source(cfg, world)
     resumed = source is not None and cfg.init_from in ("resume", "auto")
     if source is None:
@@ -171,17 +186,17 @@ def start(cfg, world):
             raise SystemExit(
                 f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
                 "auto to resume only if there is one")
-        return from_scratch(cfg), None, False
+        return with_vocabulary(cfg), None, False
 
     sizes = source.header["model_args"]
     before = {"model": "gpt2", "optimizer": "adamw"}  # nanoGPT's checkpoints name neither
     before.update(source.header["config"])
     before.update(sizes)
-    shorter = cfg.block_size if "block_size" in cfg.given or not resumed else None
+    block_size = cfg.block_size
     cfg = configurator.with_model(cfg, before["model"], sizes, source.path)
-    if shorter:
-        # A context shorter than the source's saves memory.
-        cfg = replace(cfg, block_size=min(shorter, cfg.block_size))
+    if not resumed or "block_size" in cfg.given:
+        # A context shorter than the source's saves memory. (`describe` says if nobody asked.)
+        cfg = replace(cfg, block_size=min(block_size, cfg.block_size))
     if resumed:
         if cfg.optimizer != before["optimizer"]:
             configurator.refuse("optimizer", cfg.optimizer, before["optimizer"], source.path)
@@ -191,7 +206,7 @@ def start(cfg, world):
     return cfg, source, resumed
 
 
-def from_scratch(cfg):
+def with_vocabulary(cfg):
     """cfg with the vocabulary of its data, if that says one; SystemExit if a file or a flag
     has set another."""
     size = read_meta(data_dir(cfg.dataset)).get("vocab_size", cfg.vocab_size)
@@ -250,10 +265,11 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         mean_loss += loss.detach()
     scaler.unscale_(optimizer)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip)
-    scaler.step(optimizer)  # float16: skipped, on all ranks alike, if a gradient overflowed
+    # float16: if a gradient overflowed on any rank, all of them skip the step. DDP has the sum
+    # of gradients on each rank, and of DTensors PyTorch reduces the scaler's flag.
+    scaler.step(optimizer)
     scaler.update()
-    # DDP's gradients are views of its buckets. If they were dropped, a micro-batch that
-    # reduces nothing would make new ones beside the buckets.
+    # DDP's gradients are views of its buckets; fsdp.replicate says why they must stay.
     keep_buckets = cfg.strategy == "ddp" and accumulation > 1
     optimizer.zero_grad(set_to_none=not keep_buckets)
     return mean_loss, norm, batch
@@ -281,7 +297,7 @@ def evaluate(wrapped, batches, cfg, world):
 def require_finite(value, what, step, cfg, saver):
     """All ranks see the same value, so all of them stop, and no checkpoint is written."""
     if not math.isfinite(value):
-        saver.finish()  # one that is being written is of an earlier step, and good
+        saver.look(wait=True)  # one that is being written is of an earlier step, and good
         raise SystemExit(
             f"{what} is {value} at step {step}: lower learning_rate (now "
             f"{cfg.learning_rate}), or try dtype=float32 (now {cfg.dtype}); the last "
@@ -296,8 +312,10 @@ def train(cfg):
     # --- set-up: lock the directory, choose a start, build ---
     world = setup(cfg.device, cfg.backend, cfg.cpu_offload)
     cfg = configurator.resolve(cfg, world)
+    from_rank0(world, lambda: require_packages(cfg))
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
     saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
+    saver.lock()
     cfg, source, resumed = start(cfg, world)
     first_step = source.header["iter_num"] if resumed else 0
     best_val_loss = source.header["best_val_loss"] if resumed else 1e9
@@ -320,6 +338,7 @@ def train(cfg):
     step = first_step
     batch = batches.train(step, 0)
     while True:
+        saver.look()
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:

@@ -26,7 +26,7 @@ from configurator import DTYPES, load_config, resolve
 from data.loader import Batches
 from metrics import flops_per_token, peak_flops, peak_memory
 from ranks import print0, run, setup
-from train import build, from_scratch, meta_model, train_step
+from train import build, meta_model, train_step, with_vocabulary
 
 
 def main(argv):
@@ -43,7 +43,7 @@ def main(argv):
 
     # All ranks. Resolve all variants first: a mistake in the last one then shows at once.
     world = setup(configs[0].device, configs[0].backend)
-    configs = [resolve(from_scratch(cfg), world) for cfg in configs]
+    configs = [resolve(with_vocabulary(cfg), world) for cfg in configs]
     torch.set_float32_matmul_precision("high")  # as train.py
     runs = [training(cfg, world) for cfg in configs]
     for _ in range(3):  # these build, compile and connect the ranks

@@ -26,7 +26,7 @@ from configurator import STRATEGIES, load_config, package, resolve
 from extras.rehearse import KINDS, rehearse
 from fsdp import find_units
 from ranks import World, run
-from train import from_scratch, meta_model
+from train import meta_model, with_vocabulary
 
 LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into as many pieces
 GIB = 2**30
@@ -353,7 +353,7 @@ def check_plot(path):
 def main(argv):
     machine, rest = parse(argv)
     size = machine.world_size
-    cfg = from_scratch(load_config(rest, vars(machine)))
+    cfg = with_vocabulary(load_config(rest, vars(machine)))
     todo = variants(cfg, size, machine)
 
     # What is planned.

@@ -11,7 +11,9 @@ import math
 import os
 import re
 import shutil
+import sys
 import zlib
+from concurrent import futures
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +56,13 @@ def claimed(run, out):
     """The Saver of a run from scratch."""
     saver = checkpoint.Saver(str(out), run.world)
     saver.claim(run.cfg, None)
+    return saver
+
+
+def locked(out):
+    """The Saver of another run there, which has only the lock."""
+    saver = checkpoint.Saver(str(out), World())
+    saver.lock()
     return saver
 
 
@@ -321,7 +330,7 @@ def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path):
 def test_checkpoint_command_leaves_full_ones_and_a_running_run_alone(sound, tmp_path):
     out = str(tmp_path / "out")
     shutil.copytree(sound, out)
-    run = checkpoint.Saver(out, World())
+    run = locked(out)
     line = refused(checkpoint.main, ["full", out])
     assert f"out_dir={out}" in line and f"process {os.getpid()} " in line
     run.lock_file.close()
@@ -409,6 +418,25 @@ def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_checkpoint_rows_are_synced_before_their_header_gets_its_name(tmp, tmp_path):
+    run = built(tmp, checkpoint="sharded")
+    saver, events, rename, sync = claimed(run, tmp_path), [], os.replace, os.fsync
+
+    def replace(source, target):
+        events.append(os.path.basename(target))
+        rename(source, target)
+
+    def fsync(fd):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        sync(fd)
+
+    with patch.object(os, "fsync", fsync), patch.object(os, "replace", replace):
+        save(saver, run, 1)
+        saver.finish()
+    before = events[:events.index("header.json")]
+    assert before == ["__0_0.distcp", ".metadata.tmp", "header.json.tmp"]
+
+
 @pytest.fixture
 def sharded(tmp, tmp_path, monkeypatch):
     """(saver, run, out_dir) of a run whose ranks have written when a test says so."""
@@ -416,10 +444,10 @@ def sharded(tmp, tmp_path, monkeypatch):
     saver = claimed(run, tmp_path / "out[1]")
     saver.group = "a process group"
     saver.written = Queue()  # of None, or what a test would have go wrong
-    saver.others = []  # what the other ranks have written: {file: checksum} each
+    saver.others = []  # of the other ranks: ({file: checksum}, what went wrong) each
 
     def save(tensors, storage_writer, process_group):
-        storage_writer.path.mkdir()
+        storage_writer.path.mkdir(exist_ok=True)
         for name in (".metadata", "__0_0.distcp"):
             (storage_writer.path / name).write_text(f"{name} of {storage_writer.path}")
         if error := saver.written.get(timeout=60):
@@ -468,9 +496,9 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
     assert os.listdir(other) == os.listdir(mine) == ["header.json"]
 
 
-@pytest.mark.parametrize("keep, kept", [(1, [3, 9]), (3, [2, 3, 9])])
+@pytest.mark.parametrize("keep, kept", [(1, [3, 9]), (2, [2, 3, 9])])
 def test_checkpoint_keeps_as_many_as_it_is_told(sharded, keep, kept):
-    """And the new one, though a damaged one has a higher number."""
+    """Those that are damaged and have a higher number do not count."""
     saver, run, out = sharded
     saver.cfg = replace(run.cfg, keep_checkpoints=keep)
     for step in (9, 1, 2, 3):
@@ -492,21 +520,65 @@ def test_checkpoint_old_ones_stay_until_the_new_one_is_complete(sharded, monkeyp
     assert checkpoint.complete_steps(out) == ["step-000000001"]
 
 
-@pytest.mark.parametrize("fault", ["a rank's disk is full", "a rank has another disk"])
-def test_checkpoint_that_lacks_a_ranks_file_is_not_completed(sharded, fault):
+def test_checkpoint_of_a_kill_while_old_ones_are_removed_is_none(sharded, monkeypatch):
+    """The header goes first: a directory that has lost only its rows would be a damaged one."""
+    saver, run, out = sharded
+    saver.cfg = replace(run.cfg, keep_checkpoints=1)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **kwargs: None)  # the kill
+    for step in (1, 2):
+        complete(saver, run, step)
+        assert checkpoint.complete_steps(out) == [f"step-{step:09d}"]
+    save(saver, run, 2)  # and where a new one takes its name
+    assert checkpoint.complete_steps(out) == []
+    saver.written.put(None)
+    saver.finish()
+
+
+DISK_FULL = checkpoint.dcp.CheckpointException("", {1: (OSError("disk full"), None)})
+
+
+def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sharded, capsys):
+    """Wherever it fails: while a rank writes, or while it reads what it has written."""
+    saver, run, out = sharded
+    for step, error, others in ((1, DISK_FULL, []), (2, None, [({}, "disk full")])):
+        saver.others = others
+        save(saver, run, step)
+        saver.look()  # it still writes
+        assert capsys.readouterr().err == ""
+        saver.written.put(error)
+        futures.wait([saver.saving], 60)
+        saver.look()
+        line = capsys.readouterr().err
+        assert line.startswith(f"cannot write {out}/step-{step:09d}: disk full; ")
+        assert line.count("\n") == 1 and not (out / f"step-{step:09d}").exists()  # it has room
+    saver.look()
+    assert capsys.readouterr().err == ""
+    assert "the last save" in refused(saver.finish)
+    saver.others = []
+    complete(saver, run, 3)
+    save(saver, run, 4)
+    saver.written.put(DISK_FULL)
+    complete(saver, run, 5)  # it says so too when it has waited for the one before
+    assert "step-000000004: disk full" in capsys.readouterr().err
+    assert checkpoint.complete_steps(out) == ["step-000000003", "step-000000005"]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoint_in_the_background_has_a_group_of_its_own(sharded, kind):
+    """Collectives of the run, which goes on, would meet its own."""
+    saver, run, out = sharded
+    saver.cfg = replace(run.cfg, checkpoint=kind)
+    with patch.object(checkpoint, "from_rank0", wraps=checkpoint.from_rank0) as agree:
+        complete(saver, run, 1)
+    assert agree.call_args.args[2] is saver.group
+
+
+def test_checkpoint_on_a_disk_that_ranks_do_not_share_ends_the_run(sharded):
     saver, run, out = sharded
     complete(saver, run, 1)
-    save(saver, run, 2)
-    if fault == "a rank's disk is full":
-        saver.written.put(checkpoint.dcp.CheckpointException(
-            "", {1: (OSError("disk full"), None)}))
-        line = refused(saver.finish)
-        assert "disk full" in line and f"{out}/step-000000002" in line
-    else:
-        saver.others = [{"__1_0.distcp": 5}]  # rank 0 gets its checksum, and sees no file
-        saver.written.put(None)
-        line = refused(saver.finish)
-        assert "__1_0.distcp" in line and "out_dir=" in line and "--checkpoint=full" in line
+    saver.others = [({"__1_0.distcp": 5}, None)]  # rank 0 gets its checksum, and sees no file
+    line = refused(complete, saver, run, 2)
+    assert "__1_0.distcp" in line and "out_dir=" in line and "--checkpoint=full" in line
     assert checkpoint.complete_steps(out) == ["step-000000001"]
 
 
@@ -524,13 +596,24 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 
 
 def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(sharded):
-    """Else its ranks would leave without their threads, and lose a good one of an earlier step."""
+    """Else its ranks would leave without their threads, and lose a good one of an earlier step.
+    NaN shows in a loss, or in the next save. The ranks write when somebody waits for them."""
     saver, run, out = sharded
+    look = saver.look
+
+    def looking(wait=False):
+        if wait and saver.saving:
+            saver.written.put(None)
+        look(wait)
+
+    saver.look = looking
     save(saver, run, 1)
-    saver.written.put(None)
     line = refused(train.require_finite, math.nan, "loss", 2, run.cfg, saver)
     assert "learning_rate" in line and saver.saving is None
-    assert checkpoint.complete_steps(out) == ["step-000000001"]
+    save(saver, run, 2)
+    run.model.lm_head.weight.data.fill_(math.nan)
+    assert "step 3" in refused(save, saver, run, 3) and saver.saving is None
+    assert checkpoint.complete_steps(out) == ["step-000000001", "step-000000002"]
 
 
 def case_not_finite(tmp, out, **overrides):
@@ -595,7 +678,7 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, file, moved):
     assert (tmp_path / place / file).exists()
     assert len(os.listdir(tmp_path / "disk")) == (not moved)
     for name in ("disk", "out"):
-        assert f"process {os.getpid()} " in refused(checkpoint.Saver, str(tmp_path / name), World())
+        assert f"process {os.getpid()} " in refused(locked, tmp_path / name)
 
 
 def test_run_on_a_disk_without_locks_says_so(tmp_path, monkeypatch, capsys):
@@ -603,9 +686,35 @@ def test_run_on_a_disk_without_locks_says_so(tmp_path, monkeypatch, capsys):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
-    checkpoint.Saver(str(tmp_path / "out"), World())
+    checkpoint.Saver(str(tmp_path / "out"), World()).claim(None, None)
     line = capsys.readouterr().out
     assert "out.lock" in line and "never start two runs" in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", [
+    "--freeze=nothing", "--block_size=100000", "--init_from=resume", "--wandb_log=True",
+    "--tensorboard=True"])
+def test_run_that_is_refused_leaves_everything_as_it_was(tmp, tmp_path, monkeypatch, flag):
+    """It moves no earlier run aside, and makes nothing where none was. (A lock may stay.)"""
+    for package in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)  # it is not installed
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/metrics.jsonl").touch()
+    for name in ("out", "no/such"):
+        cfg = load_config([*arguments(tmp, tmp_path / name), flag])
+        assert refused(train.train, cfg).startswith(flag[2:].partition("=")[0]) or "block" in flag
+    assert set(os.listdir(tmp_path)) <= {"out", "out.lock"}
+    assert os.listdir(tmp_path / "out") == ["metrics.jsonl"]
+
+
+def test_run_has_the_lock_before_it_chooses_a_checkpoint(tmp, tmp_path):
+    """The other run would remove what this one has chosen."""
+    running = locked(tmp_path)
+    cfg = load_config(arguments(tmp, tmp_path, init_from="auto"))
+    with patch.object(checkpoint, "find") as find:
+        assert "in use" in refused(train.train, cfg)
+    find.assert_not_called()
+    running.lock_file.close()
 
 
 def test_run_that_only_evaluates_touches_nothing(tmp):
@@ -613,7 +722,7 @@ def test_run_that_only_evaluates_touches_nothing(tmp):
     out = os.path.join(tmp, "evaluates")
     launch(1, arguments(tmp, out, max_iters=2))
     before = snapshot(out)
-    running = checkpoint.Saver(out, World())
+    running = locked(out)
     for init_from, step in (("scratch", 0), ("resume", 2)):
         run = dict(init_from=init_from, eval_only=True, tensorboard=True)
         assert f"step {step}: " in launch(1, arguments(tmp, out, **run)).stdout

@@ -162,6 +162,14 @@ def test_damage_is_said_and_the_run_goes_on_from_the_older_one(out, tmp, world, 
         assert p.returncode == 0 and "at step 2" in p.stdout, p.stderr
 
 
+def test_damage_is_looked_for_on_a_slow_disk(out):
+    """Another rank may read for longer than a collective of training may take."""
+    source = checkpoint.open_sharded(str(out / NEW))
+    with patch.object(checkpoint, "all_reduce_mean_", return_value=1.0) as agree:
+        assert checkpoint.intact(source, World(size=2))
+    assert agree.call_args.kwargs == {"patient": True}
+
+
 def test_damage_of_a_full_one_falls_back_to_what_lies_beside_it(sound, out):
     with open(os.path.join(sound["full"][0], "ckpt.pt"), "rb") as f:
         good = f.read()

@@ -68,13 +68,13 @@ def kill(*pids):
 
 def slow_saver(argv):
     """train.py, whose save takes longer than the 30 s that torchrun gives its ranks by itself."""
-    whole = checkpoint.write_full_checkpoint
+    whole = checkpoint.write_ckpt_pt
 
     def write(*args):
         time.sleep(33)
         whole(*args)
 
-    checkpoint.write_full_checkpoint = write
+    checkpoint.write_ckpt_pt = write
     train.main(argv)
 
 
@@ -263,18 +263,62 @@ def test_fault_a_rank_that_dies_in_a_sharded_save_is_no_full_disk(tmp):
     (1, "full", [0]), (2, "full", [0]), (2, "sharded", [0]), (2, "sharded", [1]),
     (2, "sharded", [0, 1])])
 def test_fault_no_space_keeps_the_old_checkpoint(tmp, tmp_path, world, kind, ranks):
-    """One line says so, whichever rank's disk is full."""
+    """One line says so, whichever rank's disk is full; another, that the run ends without it."""
     out = str(tmp_path / "out")
     run = dict(checkpoint=kind, gradient_accumulation_steps=2, keep_checkpoints=1)
     launch(world, arguments(tmp, out, max_iters=2, **run))
     args = arguments(tmp, out, max_iters=4, init_from="resume", **run)
     p = Ranks(world, faults.limited, ranks, 30_000, train.main, args).finish()
     assert p.returncode == 1
-    assert p.stderr.startswith(f"cannot write {out}/") and p.stderr.count("\n") == 1, p.stderr
-    assert "has room" in p.stderr
+    assert p.stderr.startswith(f"cannot write {out}/") and p.stderr.count("\n") == 2, p.stderr
+    assert "has room" in p.stderr and f"\nthe last save in {out} failed" in p.stderr
     assert faults.newest(out) == 2 and not glob.glob(f"{out}/*.tmp")
     launch(world, args)  # with room it goes on
     assert faults.newest(out) == 4
+
+
+def fails_once(argv):
+    """train.py, where rank 1 cannot write its first save. Both get a stop signal in step 3."""
+    write, step = dcp.FileSystemWriter.write_data, train.train_step
+
+    def fails(*args):
+        dcp.FileSystemWriter.write_data = write
+        raise OSError("no room")
+
+    def signals(*args):
+        if args[5] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args)
+
+    if os.environ["RANK"] == "1":
+        dcp.FileSystemWriter.write_data = fails
+    train.train_step = signals
+    train.main(argv)
+
+
+def reads_nothing(argv):
+    """train.py, where rank 1 writes, and cannot read it for its checksums."""
+    def fails(path):
+        raise OSError("no room")
+
+    if os.environ["RANK"] == "1":
+        checkpoint.checksum = fails
+    train.main(argv)
+
+
+@pytest.mark.parametrize("fault, saved", [(fails_once, True), (reads_nothing, False)])
+def test_fault_a_failed_save_is_said_and_the_run_goes_on(tmp, fault, saved):
+    """A stop signal saves what is lacking. If the last save has failed, the run fails."""
+    out = os.path.join(tmp, fault.__name__)
+    run = dict(checkpoint="sharded", gradient_accumulation_steps=2, eval_interval=3, max_iters=6)
+    p = Ranks(2, fault, arguments(tmp, out, **run)).finish()
+    said = [f"cannot write {out}/step-000000003: no room; "]
+    if not saved:
+        said += [f"cannot write {out}/step-000000006: no room; ", f"the last save in {out} failed"]
+    lines = p.stderr.splitlines()
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said)), p.stderr
+    assert p.returncode == (not saved) and len(losses(out)) == (5 if saved else 6)
+    assert faults.newest(out) == (5 if saved else -1)
 
 
 def test_fault_no_space_for_a_checkpoint_made_full(tmp, tmp_path):

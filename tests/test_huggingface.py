@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from harness import plain_gpt, refused
+from harness import on_ranks, plain_gpt, refused, values
 
 import sample
 import train
@@ -68,7 +68,7 @@ def loaded(path, *argv):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_huggingface_logits_and_tokens_are_transformers(tmp_path, kind):
-    """In and out. A run on two ranks is in test_llama.py."""
+    """In and out. A run on two ranks is in test_llama.py, and GPT-2's start below."""
     theirs, hf = make_hf(tmp_path / "hf", kind), str(tmp_path / "hf")
     ours = loaded(hf)
     idx = torch.randint(91, (2, 300))
@@ -87,6 +87,26 @@ def test_huggingface_logits_and_tokens_are_transformers(tmp_path, kind):
         assert tied == (kind in ("gpt2", "smollm2"))
         difference = (back.float().eval()(idx).logits - expected).abs().max()
         assert difference < (1e-4 if dtype == "float32" else 1.0)
+
+
+def case_gpt2(path, strategy):
+    """The names of the parameters whose values are not the file's."""
+    wrapped = loaded(path, f"--strategy={strategy}")
+    get, wrong = open_pretrained(path).get, []
+    for name, p in train.unwrap(wrapped).named_parameters():
+        full = p.full_tensor() if strategy == "full_shard" else p
+        if not torch.equal(full, get(f"model.{name}")):
+            wrong.append(name)
+    return wrong
+
+
+def test_huggingface_gpt2_starts_on_ranks_with_its_weights(tmp_path):
+    """Its files are transposed, and a broadcast sends memory as it lies."""
+    make_hf(tmp_path, "gpt2")
+    cases = {name: (case_gpt2, dict(path=str(tmp_path), strategy=name))
+             for name in ("ddp", "full_shard")}
+    results = on_ranks(2, cases)
+    assert [values(results, name) for name in cases] == [[[], []], [[], []]]
 
 
 def source_of(model):

@@ -9,6 +9,7 @@ that it trains alike in every mode, resumes and generates in test_contract.py.
 import json
 import os
 import re
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -57,6 +58,23 @@ def case_bf16_rotation(tmp):
         loss = run.wrapped(IDX, IDX)[1].item()
     seen = {tuple(str(t.dtype) for t in call.args) for call in rotate.call_args_list}
     return sorted(seen), loss
+
+
+def test_llama_stretches_wavelengths_as_llama_3_1_does(tmp):
+    """In tokens: up to 2,048 not at all, from 8,192 on by the factor, between in proportion to the
+    turns that 8,192 tokens make."""
+    config = plain_model(tiny(tmp, model="llama", rope_theta=5e5)).config
+    angles = []
+    for factor in (1.0, 8.0):
+        one = llama.rotation(1, 1, 128, replace(config, rope_factor=factor), "cpu")
+        angles.append(torch.atan2(one[1][0], one[0][0]))  # of the first token, in (64,) frequencies
+    length = 2 * torch.pi / angles[0]
+    share = ((8192 / length - 1) / 3).clamp(0, 1)
+    kept, stretched = length < 2048, length > 8192
+    assert kept.sum() > 20 and stretched.sum() > 20 and (kept | stretched).sum() < 64
+    ratio = angles[1] / angles[0]
+    assert torch.allclose(ratio, share + (1 - share) / 8, rtol=1e-4)
+    assert (ratio[kept] == 1).all() and torch.allclose(ratio[stretched], torch.tensor(1 / 8))
 
 
 def test_llama_angles_stay_fp32_under_fsdps_bf16(tmp):

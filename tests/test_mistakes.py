@@ -29,12 +29,9 @@ load
   ODD/syntax.py; ODD/exits.py | config file
   --n_layer=twelve; --n_layer=True; --n_layer=1.5; --max_iters=1e400; ODD/text.py | whole number
   --n_layer=0; --batch_size=0; --model=llama --n_inner=0 | at least 1
-  --batch_size=1e30; --seed=9223372036854775808; --n_embd=1e19; ODD/googol.py | below 2**63
-  --n_layer=1e9 | at most 10000
   --learning_rate=1e400; --learning_rate=-1; --model=llama --norm_eps=x | finite
   --compile=maybe; --compile=1; --model=llama --qk_norm=1; ODD/truth.py | True or False
-  --out_dir=; --dataset=; --out_dir=a\0b; --dataset=a\tb | path
-  --freeze=a\0b | printable
+  --out_dir=; --dataset= | path
   --dropout=1.0; --beta1=1.0 | below 1
   --cpu_offload=1.5 | fraction
   --dtype=fp8 | 'float32'
@@ -74,15 +71,14 @@ train.py
   --init_from=ODD/nothing | config.json
   --init_from=resume | use scratch
   --out_dir=/proc/x; --out_dir=ODD/a.txt/out | pass another
-  --n_embd=3e6 --batch_size=1; --n_embd=3e9 --batch_size=1; --batch_size=1e10 | lower batch_size
-  --batch_size=1e18 | lower batch_size
+  --n_embd=3e6 --batch_size=1 | lower batch_size
   --vocab_size=10; --vocab_size=1e9 | --vocab_size=67
 two_ranks
   --n_lyaer=2 | n_layer
   --dataset=nowhere | data/prepare.py
   --out_dir=/proc/x | pass another
 train.py --init_from=resume --eval_only=True
-  --out_dir=ODD/out-number; --out_dir=ODD/out-loss; --out_dir=ODD/out-before | another out_dir
+  --out_dir=ODD/out-number; --out_dir=ODD/out-loss | another out_dir
   --out_dir=ODD/out-shorter; --out_dir=ODD/out-moments | of another model
   --out_dir=ODD/whole --n_layer=2 | --n_layer=3
   --out_dir=ODD/whole --n_embd=60; --out_dir=ODD/whole --block_size=32 | pass --
@@ -136,8 +132,7 @@ data/python_stdlib/prepare.py
 
 FILES = {  # in latin-1
     "unknown.py": "n_lyaer = 2", "text.py": "n_layer = 'twelve'", "syntax.py": "n_layer = (",
-    "truth.py": "compile = 1", "googol.py": "max_iters = 10**400",
-    "exits.py": "exit()", "a.txt": "x", "a.md": "x", "empty.txt": "",
+    "truth.py": "compile = 1", "exits.py": "exit()", "a.txt": "x", "a.md": "x", "empty.txt": "",
     "empty.jsonl": "", "bad.txt": "abc \xff", "bad.csv": "text\n\xff\n", "tokenizer.json": "{}",
     "body.jsonl": '{"body": "x"}\n', "list.jsonl": '{"text": ["a"]}\n',
     # in copies of the toy data
@@ -163,7 +158,7 @@ def odd(tmp):
     shorter = {name: t[:-1] if t.dim() == 2 else t for name, t in sound["model"].items()}
     state = sound["optimizer"]["state"]
     moments = {"state": {**state, 0: {**state[0], "exp_avg": torch.zeros(3, 3)}}}
-    changes = dict(number=dict(model=3), before=dict(iter_num=-7), loss=dict(best_val_loss="low"),
+    changes = dict(number=dict(model=3), loss=dict(best_val_loss="low"),
                    shorter=dict(model=shorter), moments=dict(optimizer=moments))
     for name, change in changes.items():
         os.makedirs(os.path.join(path, f"out-{name}"))
@@ -186,7 +181,7 @@ def rows():
 def test_mistake_is_one_line(tmp, odd, tmp_path, monkeypatch, command, mistake, remedy):
     monkeypatch.chdir(HERE)
     words = f"{command} {mistake}".replace("ODD", odd).replace("LONG", 300 * "x").split()
-    command, *argv = [word.replace("\\0", "\0").replace("\\t", "\t") for word in words]
+    command, *argv = words
     if command.startswith(("resolve", "two_ranks", "train", "extras/bench")):
         argv = [*arguments(tmp, tmp_path / "out", max_iters=1), *argv]
     if command == "load":
@@ -203,13 +198,3 @@ def test_mistake_is_one_line(tmp, odd, tmp_path, monkeypatch, command, mistake, 
     key, _, value = argv[-1].removeprefix("--").partition("=")
     names = [key, value] if re.search("[/=]", value) else [key]
     assert any(name in said for name in names) and remedy in said, said
-
-
-def test_mistake_with_a_line_break_is_one_line():
-    """What a user says, a file's name too, is data."""
-    p = Ranks(1, raises, "no/such\nfile.py").finish()
-    assert (p.returncode, p.stderr) == (1, "no/such\\nfile.py: none\n")
-
-
-def raises(path):
-    raise SystemExit(f"{path}: none")

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, heard, on_ranks, refused, tiny, values
+from harness import Ranks, built, heard, on_ranks, refused, tiny, values
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,8 +33,9 @@ def case_from_rank0():
 
 
 def case_signal_to_one_rank():
-    """The answers before each of four steps; rank 1 gets a signal during the second. In it rank 1
-    asks only when rank 0 has asked: rank 0 waits for no answer meanwhile."""
+    """The answers before each of four steps; rank 1 gets a signal during the second, and the same
+    again, as torchrun passes Ctrl-C on. In it rank 1 asks only when rank 0 has asked: rank 0 waits
+    for no answer meanwhile."""
     world = ranks.setup("cpu", "auto")
     store = dist.distributed_c10d._get_default_store()
     stop, requested = ranks.StopSignal(world), []
@@ -45,9 +46,17 @@ def case_signal_to_one_rank():
         stop.ask()
         if step == 1:
             store.set("rank 0 has asked", "")
-            if world.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGINT) * world.rank:
+                os.kill(os.getpid(), number)
     return requested
+
+
+def case_timeouts(tmp):
+    """Seconds that each group of a hybrid mesh waits."""
+    run = built(tmp, strategy="hybrid_shard", shard_group_size=1)
+    groups = next(run.model.parameters()).device_mesh.get_all_groups()
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def case_connect():
@@ -60,9 +69,10 @@ def case_connect():
     return [call[0] for call in calls], gloo
 
 
-def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal():
+def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):
     results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {}),
-                           "connect": (case_connect, {})})
+                           "connect": (case_connect, {}), "time": (case_timeouts, dict(tmp=tmp))})
+    assert values(results, "time") == [[ranks.TIMEOUT.total_seconds()] * 2] * 2
     assert values(results, "rank0") == [[{"n": 3}, 1, "no disk"], [{"n": 3}, 0, "no disk"]]
     assert values(results, "stop") == [[False, False, False, True]] * 2  # seen a step later
     four = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -185,6 +195,18 @@ def test_ranks_leave_with_one_line(world, error, code, line):
     p = Ranks(world, raises, error).finish()
     assert p.returncode == code and line in p.stderr, p.stderr
     assert p.stderr.count("\n") == bool(line), p.stderr
+
+
+@pytest.mark.parametrize("code, waits", [(0, ["patient", 0]), (1, [1])])
+def test_ranks_leave_together_after_a_run_that_ended_well(monkeypatch, code, waits):
+    """Rank 0 may take long to upload its log, and peers still use the connections of a rank."""
+    done = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(ranks, "patient_group", lambda: "patient")
+    monkeypatch.setattr(dist, "barrier", lambda group: done.append(group))
+    monkeypatch.setattr(os, "_exit", lambda code: done.append(code))
+    ranks.leave(code)
+    assert done == waits
 
 
 def is_late():

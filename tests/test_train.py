@@ -12,8 +12,10 @@ import os
 import re
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -214,8 +216,23 @@ def test_start_takes_the_checkpoints_model_and_sizes_and_this_runs_dropout(tmp, 
     # fine-tuning: at most the default, 1024
     ("gpt2", [], 32, 32), ("gpt2", [], 4096, 1024), ("gpt2", ["--block_size=16"], 32, 16)])
 def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
+    """And says so where nobody asked for it: a longer one would take more memory."""
     sizes = dict(SIZES, block_size=theirs)
-    assert started(tmp, *flags, init_from=init_from, sizes=sizes).block_size == expected
+    cfg = started(tmp, *flags, init_from=init_from, sizes=sizes)
+    assert cfg.block_size == expected
+    batches = SimpleNamespace(files={"train": []})
+    source = checkpoint.Source("there", dict(model_args=sizes, iter_num=0), {})
+    said = "\n".join(metrics.describe(cfg, train.meta_model(cfg), batches, source, World()))
+    asked = flags or expected == theirs
+    assert ("context 1,024 of 4,096" in said and "--block_size=4096" in said) == (not asked)
+    assert ("context" in said) == (not asked)
+
+
+def test_start_of_a_model_with_a_submodule_named_module():
+    """DDP has one of that name too, and only DDP's is unwrapped."""
+    model = torch.nn.Module()
+    model.module = torch.nn.Linear(1, 1)
+    assert train.unwrap(model) is model
 
 
 def test_start_says_what_changes_the_numbers(tmp, capsys):
@@ -327,8 +344,8 @@ def test_evaluation_alone_notices_nan(tmp):
 # the log, sharded checkpoints while training goes on, data
 
 
-def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch):
-    """Each step takes 1 s and each evaluation 100 s, by a clock that only they move."""
+def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch, capsys):
+    """Each step takes 60 s and each evaluation 100 s, by a clock that only they move."""
     now = [0.0]
 
     def slow(function, seconds):
@@ -338,23 +355,25 @@ def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch):
         return call
 
     monkeypatch.setattr(metrics.time, "time", lambda: now[0])
-    monkeypatch.setattr(train, "train_step", slow(train.train_step, 1))
+    monkeypatch.setattr(train, "train_step", slow(train.train_step, 60))
     monkeypatch.setattr(train, "evaluate", slow(train.evaluate, 100))
     rows = run_training(tmp, "clock", max_iters=8, eval_interval=4, log_interval=3)
     assert [row["iter"] for row in rows] == [0, 3, 6, 7]
-    assert [row["time_ms"] for row in rows] == [1000.0] * 4
-    assert [row["tokens_per_s"] for row in rows] == [12 * 2 * 16] * 4
+    assert [row["time_ms"] for row in rows] == [60_000.0] * 4
+    assert [row["tokens_per_s"] for row in rows] == [12 * 2 * 16 / 60] * 4
+    left = re.findall(r", (\S+)m left", capsys.readouterr().out)
+    assert left == ["7.0", "4.0", "1.0", "0.0"]
 
 
 def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch):
     """And the next save waits for it: the first is held up until then."""
     done, waited_for = [], threading.Event()
-    finish, complete = checkpoint.Saver.finish, checkpoint.Saver.write_sharded
+    look, complete = checkpoint.Saver.look, checkpoint.Saver.write_sharded
 
-    def finishing(saver):
-        if saver.saving:
+    def looking(saver, wait=False):
+        if saver.saving and wait:
             waited_for.set()
-        finish(saver)
+        look(saver, wait)
 
     def held(saver, *args):
         assert waited_for.wait(60)
@@ -364,12 +383,39 @@ def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch
     def noted(event, function):
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.Saver, "finish", finishing)
+    monkeypatch.setattr(checkpoint.Saver, "look", looking)
     monkeypatch.setattr(checkpoint.Saver, "write_sharded", held)
     monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
     monkeypatch.setattr(checkpoint, "flat_state", noted("save", checkpoint.flat_state))
     run_training(tmp, "background", checkpoint="sharded", max_iters=4, eval_interval=2)
     assert done == ["step", "step", "save", "step", "step", "complete", "save", "complete"]
+
+
+def test_sharded_checkpoint_that_fails_is_said_by_the_next_step(tmp, monkeypatch, capsys):
+    """Not at the next save. (On ranks: test_faults.py.)"""
+    step, submit, said, saving = train.train_step, ThreadPoolExecutor.submit, [], []
+    errors = [OSError("disk full")]
+
+    def submitted(executor, function, *args):
+        saving.append(submit(executor, function, *args))
+        return saving[-1]
+
+    def noted(*args):
+        said.append("disk full" in capsys.readouterr().err)
+        wait(saving, 60)  # until the save has failed, or not
+        return step(*args)
+
+    def checksum(path):
+        if errors:
+            raise errors.pop()
+        return 0
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submitted)
+    monkeypatch.setattr(train, "train_step", noted)
+    monkeypatch.setattr(checkpoint, "checksum", checksum)
+    run_training(tmp, "failing", checkpoint="sharded", max_iters=6, eval_interval=2)
+    assert said == [False, False, False, True, False, False]  # saved after two steps, and so on
+    assert checkpoint.complete_steps(f"{tmp}/failing") == ["step-000000004", "step-000000006"]
 
 
 def test_tokens_are_checked_as_they_are_read(tmp_path):
