@@ -79,18 +79,22 @@ def open_group(rank, size, device, backend):
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-def connect(group, device):
+def connect(group, device, gathers=False):
     """Run each collective once in the group (collective). NCCL connects at first use, and
     takes its memory then: now there is room for it. And a network that does not work shows
-    before a minute of compiling. Gloo has connected already."""
+    before a minute of compiling. Gloo has connected already.
+    gathers: also what gather_full uses, if rank 0 is in the group. (Muon connects its own.)
+    """
     if "nccl" not in dist.get_backend_config(group):
         return
     one = torch.ones(1, device=device)
     each = torch.ones(dist.get_world_size(group), device=device)  # one from each rank
-    dist.all_gather_into_tensor(each, one, group=group)
-    dist.reduce_scatter_tensor(one, each, group=group)
+    dist.all_gather_single(each, one, group=group)
+    dist.reduce_scatter_single(one, each, group=group)
     dist.all_reduce(one, group=group)
-    dist.all_to_all_single(each, each.clone(), group=group)
+    if gathers and 0 in dist.get_process_group_ranks(group):
+        pieces = list(each.split(1)) if dist.get_rank() == 0 else None
+        dist.gather(one, pieces, dst=0, group=group)
     each.tolist()  # wait for them
 
 

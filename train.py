@@ -131,11 +131,13 @@ def parallelize(model, cfg, world):
         if hasattr(model, "head_loss"):
             model.head_loss = torch.compile(model.head_loss)
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
-    for group in mesh.get_all_groups():
+    for name in mesh.mesh_dim_names:
+        group = mesh.get_group(name)
         # PyTorch lets hybrid_shard's groups wait for 30 minutes. A rehearsal's never wait.
         if dist.get_backend(group) != "fake":
             group.set_timeout(TIMEOUT)
-        connect(group, world.device)
+        gathers = name == "shard" and cfg.checkpoint == "full"
+        connect(group, world.device, gathers)
     fsdp.shard(
         model,
         fsdp.find_units(model, model.blocks, cfg.wrap_min_params),

@@ -1,9 +1,9 @@
 r"""
-Sharded Muon in a hundred lines: `--optimizer=muon`, for the matrices inside the blocks.
+Sharded Muon: `--optimizer=muon`, for the matrices inside the blocks.
 
 Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest matrix whose
-singular values are all about 1. That needs the whole matrix, and a rank has some rows of it.
-So each matrix has an owner. A step has two all-to-alls, for all matrices together:
+singular values are all about 1. That takes the whole matrix, and a rank has some rows of it.
+So each matrix has an owner, and a step has two all-to-alls, for all matrices together:
 
          rank 0                   rank 1                   (A, B belong to 0; C to 1)
          rows 0- of A  B  C       rows 1- of A  B  C       momentum, by rows
@@ -17,7 +17,7 @@ of one copy gather a matrix, and its owner sends the rows to the ranks of all co
 matrix is orthogonalized once in the world, so W ranks take about 1/W of the time.
 
 Updates have the size of AdamW's (0.2 an element: Liu et al. 2025), so that one learning
-rate and one weight decay serve both. docs/fsdp.md says what it sends.
+rate and one weight decay serve both. docs/fsdp.md says how much a rank sends.
 """
 
 import math
@@ -28,24 +28,61 @@ from torch.distributed.tensor import DTensor
 
 
 def matrices_of(model):
-    """What Muon updates: what the model names in `matrices`, or the blocks' 2-D parameters."""
+    """What Muon updates: what the model names in `matrices`, or the blocks' 2-D parameters.
+    SystemExit if none of them trains."""
     if hasattr(model, "matrices"):
         params = model.matrices()
     else:
         params = [p for p in model.blocks.parameters() if p.dim() == 2]
-    return [p for p in params if p.requires_grad]
+    trained = [p for p in params if p.requires_grad]
+    if not trained:
+        raise SystemExit(
+            "optimizer=muon is for matrices inside the blocks, and none of them trains; use "
+            "--optimizer=adamw, or a --freeze that leaves some")
+    return trained
 
 
 class Muon(torch.optim.Optimizer):
     def __init__(self, matrices, adamw, lr, weight_decay, momentum, dtype=torch.float32):
-        """matrices: parameters of two dimensions, or stacks of such (more dimensions).
+        """Before the first step (all ranks: collective).
+
+        matrices: parameters of two dimensions, or stacks of such (more dimensions).
         adamw: an optimizer of all other parameters, which steps with this one.
         dtype: to send and to orthogonalize in, float32 or bfloat16."""
-        own = dict(params=matrices, lr=lr, weight_decay=weight_decay, momentum=momentum)
-        super().__init__([own, *adamw.param_groups], {})
+        muons = dict(
+            params=matrices,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+        )
+        super().__init__([muons, *adamw.param_groups], {})
         adamw.state = self.state  # one state, for checkpoints
         self.adamw = adamw
         self.dtype = dtype
+
+        # Which ranks there are. `sharing` neighbours share a copy of the model.
+        self.rank = 0
+        self.world = 1
+        self.sharing = 1
+        self.shard_group = None
+        self.device = matrices[0].device
+        if dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.world = dist.get_world_size()
+        if isinstance(matrices[0], DTensor):
+            mesh = matrices[0].device_mesh
+            self.sharing = mesh.size(-1)
+            self.shard_group = mesh.get_group("shard")
+            self.device = torch.device(mesh.device_type)  # offloaded rows travel over it too
+
+        # NCCL connects every pair of ranks at the first all-to-all, and takes memory for that
+        # (3 GB on 8 H100, says its issue 1685). Now there is room for it.
+        each = torch.zeros(self.world, device=self.device)
+        if self.sharing > 1:
+            some = each[:self.sharing]
+            dist.all_to_all_single(some, some.clone(), group=self.shard_group)
+        if self.world > 1:
+            dist.all_to_all_single(each, each.clone())
 
     @torch.no_grad()
     def step(self):
@@ -53,64 +90,103 @@ class Muon(torch.optim.Optimizer):
         self.adamw.step()
         group = self.param_groups[0]
         matrices = [p for p in group["params"] if p.grad is not None]
-        mesh = getattr(matrices[0], "device_mesh", None)
-        # Offloaded rows travel over the GPU too.
-        device = mesh.device_type if mesh else matrices[0].device
-        rank, world = 0, 1
-        if dist.is_initialized():
-            rank, world = dist.get_rank(), dist.get_world_size()
-        copy = mesh.size(-1) if mesh else 1  # neighbouring ranks that share a copy
-        first = rank // copy * copy  # the first of mine
+        owned = divide(matrices, self.world)  # of each rank
 
-        # One buffer for this rank's rows, by owner. All shards are padded to the same size.
-        owned = divide(matrices, world)
-        padded = {}
-        for p in [p for share in owned for p in share]:
-            padded[p] = math.ceil(len(p) / copy) * math.prod(p.shape[1:])
-        sizes = [sum(padded[p] for p in share) for share in owned]  # of each owner
-        rows = torch.zeros(sum(sizes), device=device, dtype=self.dtype)
-        pieces = dict(zip(padded, rows.split(list(padded.values()))))
-        for p, piece in pieces.items():
-            own = local(p)
-            piece[:own.numel()] = self.nesterov(p, group["momentum"]).flatten()
+        # One buffer for this rank's rows of all matrices, owner by owner.
+        ordered = sum(owned, [])
+        sizes = {p: self.shard_size(p) for p in ordered}
+        by_owner = [sum(sizes[p] for p in share) for share in owned]
+        rows = torch.zeros(sum(by_owner), device=self.device, dtype=self.dtype)
+        pieces = rows.split(list(sizes.values()))
+        for p, piece in zip(ordered, pieces):
+            self.nesterov(p, group["momentum"], piece)
 
-        # To the owners, among the ranks that share a copy.
-        mine = rows[sum(sizes[:first]):sum(sizes[:first + copy])]
-        if copy > 1:
-            sent = mine
-            mine = sent.new_empty(copy * sizes[rank])
-            dist.all_to_all_single(
-                mine, sent,
-                output_split_sizes=[sizes[rank]] * copy,
-                input_split_sizes=sizes[first:first + copy],
-                group=mesh.get_group("shard"))
-        mine = mine.view(copy, sizes[rank])  # one line a rank: its rows of all my matrices
-        for p, m in zip(owned[rank], mine.split([padded[p] for p in owned[rank]], dim=1)):
-            whole = m.reshape(-1, *p.shape[1:])  # padding stays 0
-            m.copy_(orthogonalize(whole).reshape(m.shape))
+        # To the owners, who orthogonalize, and back.
+        lines = self.send_to_owners(rows, by_owner)
+        mine = owned[self.rank]
+        columns = lines.split([sizes[p] for p in mine], dim=1)
+        for p, column in zip(mine, columns):
+            whole = column.reshape(-1, *p.shape[1:])  # padding stays 0
+            column.copy_(orthogonalize(whole).reshape(column.shape))
+        self.send_to_rows(lines, rows, by_owner)
 
-        # From the owners to whoever keeps these rows, in every copy.
-        if world > 1:
-            copies = mine.expand(world // copy, copy, sizes[rank]).flatten()
-            dist.all_to_all_single(
-                rows, copies,
-                output_split_sizes=sizes,
-                input_split_sizes=[sizes[rank]] * world)
-        for p, piece in pieces.items():
-            own = local(p)
-            update = piece[:own.numel()].view(own.shape).to(own.device)
-            own.mul_(1 - group["lr"] * group["weight_decay"])
-            own.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape[-2:])))
+        # Update this rank's rows.
+        lr = group["lr"]
+        for p, piece in zip(ordered, pieces):
+            own = rows_of(p)
+            update = piece[:own.numel()].view(own.shape)
+            if own.device.type != update.device.type:
+                update = to_host(update)
+            longer = max(p.shape[-2:])
+            scale = 0.2 * math.sqrt(longer)
+            own.mul_(1 - lr * group["weight_decay"])
+            own.add_(update, alpha=-lr * scale)
 
-    def nesterov(self, p, beta):
-        """Add this rank's rows of the gradient to its momentum; return where that leads."""
+    def shard_size(self, p):
+        """Elements of a rank's rows of p. All ranks have as many, some of them padding."""
+        most_rows = math.ceil(len(p) / self.sharing)
+        return most_rows * math.prod(p.shape[1:])
+
+    def nesterov(self, p, beta, piece):
+        """Add this rank's rows of the gradient to its momentum, and write where that leads to
+        the beginning of `piece`."""
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        momentum = local(state["momentum_buffer"])
-        grad = local(p.grad)
+        momentum = rows_of(state["momentum_buffer"])
+        grad = rows_of(p.grad)
         momentum.lerp_(grad, 1 - beta)
-        return grad.lerp(momentum, beta)
+        direction = grad.lerp(momentum, beta)
+        direction = direction.flatten().to(piece.dtype)
+        if direction.device.type != piece.device.type:
+            direction = direction.pin_memory()  # so that the copy need not wait for the GPU
+        piece[:len(direction)].copy_(direction, non_blocking=True)
+
+    def send_to_owners(self, rows, by_owner):
+        """A line from each rank that shares this copy: its rows of the matrices that this
+        rank owns (collective). by_owner: the elements of `rows` that go to each rank."""
+        size = by_owner[self.rank]
+        first = self.rank // self.sharing * self.sharing  # of those that share this copy
+        to_each = by_owner[first:first + self.sharing]
+        start = sum(by_owner[:first])
+        sent = rows[start:start + sum(to_each)]
+        if self.sharing == 1:
+            return sent.view(1, size)
+        lines = sent.new_empty(self.sharing, size)
+        dist.all_to_all_single(
+            lines.view(-1),
+            sent,
+            output_split_sizes=[size] * self.sharing,
+            input_split_sizes=to_each,
+            group=self.shard_group,
+        )
+        return lines
+
+    def send_to_rows(self, lines, rows, by_owner):
+        """Fill `rows` with every owner's answer: one line for each rank that shares a copy, in
+        every copy (collective)."""
+        if self.world == 1:
+            return  # `lines` is `rows`
+        size = by_owner[self.rank]
+        copies = lines.expand(self.world // self.sharing, *lines.shape)
+        dist.all_to_all_single(
+            rows,
+            copies.flatten(),
+            output_split_sizes=by_owner,
+            input_split_sizes=[size] * self.world,
+        )
+
+
+def rows_of(t):
+    """This rank's rows of t; all of them, if t is no DTensor."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def to_host(t):
+    """t in pinned host memory: PyTorch pins the copy if it need not wait for it."""
+    copy = t.to("cpu", non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return copy
 
 
 def orthogonalize(m):
@@ -120,7 +196,8 @@ def orthogonalize(m):
         return torch.stack([orthogonalize(x) for x in m])
     tall = m.size(0) > m.size(1)
     x = m.T if tall else m  # so that x @ x.T is the smaller square
-    x = x / x.norm().clamp(min=1e-7)
+    norm = x.norm().clamp(min=1e-7)
+    x = x / norm
     for _ in range(5):
         square = x @ x.T
         square = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
@@ -129,7 +206,8 @@ def orthogonalize(m):
 
 
 def divide(matrices, world):
-    """The matrices that each rank owns: the costliest first, to who has the least to do."""
+    """The matrices that each rank owns: the costliest first, to the rank with the least to
+    do."""
     owned = [[] for _ in range(world)]
     load = [0] * world
     for m in sorted(matrices, key=cost, reverse=True):
@@ -142,8 +220,5 @@ def divide(matrices, world):
 def cost(m):
     """Multiplications of one iteration, for each matrix of a stack."""
     short, long = sorted(m.shape[-2:])
-    return m.numel() // long * short * (2 * long + short)
-
-
-def local(t):
-    return t.to_local() if isinstance(t, DTensor) else t
+    matrices = m.numel() // (short * long)
+    return matrices * short**2 * (2 * long + short)

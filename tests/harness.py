@@ -406,7 +406,7 @@ def steps(run, first=0, n=1, scaler=None):
 COLLECTIVES = dict(
     all_gather_into_tensor="all_gather", all_gather_single="all_gather",
     reduce_scatter_tensor="reduce_scatter", reduce_scatter_single="reduce_scatter",
-    all_reduce="all_reduce", all_to_all_single="all_to_all")
+    all_reduce="all_reduce", all_to_all_single="all_to_all", gather="gather")
 
 
 @contextmanager

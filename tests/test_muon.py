@@ -26,6 +26,7 @@ from harness import (
     on_ranks,
     plain_training,
     read_ckpt,
+    refused,
     run_compiled,
     run_training,
     tiny,
@@ -171,6 +172,11 @@ def test_muon_takes_what_the_model_says_and_a_stack_is_matrices(tmp):
     assert all(p.requires_grad for group in groups for p in group["params"])
 
 
+def test_muon_without_a_matrix_is_refused(tmp):
+    line = refused(built, tmp, strategy="single", freeze=r"h\.", **MUON)
+    assert "--optimizer=adamw" in line and "freeze" in line
+
+
 def test_muon_divides_the_work_by_cost():
     shapes = [(30, 30), (120, 30), (90, 30), (30, 120)] * 5
     cost = {(30, 30): 3, (90, 30): 7, (120, 30): 9, (30, 120): 9}  # in 30^3 products
@@ -195,7 +201,8 @@ MECHANISMS = {
 
 
 def case_mechanisms(tmp, **keys):
-    run = built(tmp, **MUON, **keys)
+    with heard() as connected:
+        run = built(tmp, **MUON, **keys)
     run.wrapped(*run.batches.train(0, 0))[1].backward()
     shapes, moved, kept = [], Counter(), 0
     orthogonalize = muon.orthogonalize
@@ -211,10 +218,11 @@ def case_mechanisms(tmp, **keys):
         moved[kind, group] += size
     state = {name: run.optimizer.state[p] for name, p in run.model.named_parameters()}
     for tensors in state.values():
-        kept += sum(muon.local(t).numel() * 4 for t in tensors.values() if t.dim())
+        kept += sum(muon.rows_of(t).numel() * 4 for t in tensors.values() if t.dim())
     formula = formulas.traffic(run.model, run.cfg, run.world)
     at_rest = formulas.kept(run.model, run.cfg, run.world)
     return dict(
+        connected=[group for kind, group, *_ in connected if kind == "all_to_all"],
         collectives={str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()},
         shapes=shapes,
         kinds={name: sorted(tensors) for name, tensors in state.items()},
@@ -233,6 +241,8 @@ def test_muon_mechanisms(ranks, name):
     assert seen == {(*shape, dtype): n for shape, n in whole.items()}
     for r in per_rank:
         assert r["collectives"] == {"alltoall_base_": 1 if name == "ddp" else 2}
+        # before the step, while there is room for what NCCL takes; the same groups as in it
+        assert r["connected"] == {"ddp": [3], "hybrid_shard": [2, 6]}.get(name, [world, world])
         assert 12 // world - 1 <= len(r["shapes"]) <= 12 // world + 1
         assert r["as_formula"] == [True, True]
         for key, kinds in r["kinds"].items():

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
@@ -60,13 +61,20 @@ def case_timeouts(tmp):
 
 
 def case_connect():
-    """Kinds and sizes of what `connect` runs, were this NCCL; and what gloo needs."""
+    """Kinds of what `connect` runs, were this NCCL: with and without gather_full's, also in a group
+    without rank 0. And what gloo needs."""
     ranks.setup("cpu", "auto")
+    cpu, kinds = torch.device("cpu"), []
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with heard() as gloo:
-        ranks.connect(dist.group.WORLD, torch.device("cpu"))
-    with heard() as calls, patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"):
-        ranks.connect(dist.group.WORLD, torch.device("cpu"))
-    return [call[0] for call in calls], gloo
+        ranks.connect(dist.group.WORLD, cpu, gathers=True)
+    with warnings.catch_warnings(), patch.object(dist, "get_backend_config", lambda g: "nccl"):
+        warnings.simplefilter("error", FutureWarning)  # torch 2.13 has new names
+        for group, gathers in ((None, False), (None, True), (alone, True)):
+            with heard() as calls:
+                ranks.connect(group or dist.group.WORLD, cpu, gathers)
+            kinds.append([call[0] for call in calls])
+    return kinds, gloo
 
 
 def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):
@@ -75,27 +83,31 @@ def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):
     assert values(results, "time") == [[ranks.TIMEOUT.total_seconds()] * 2] * 2
     assert values(results, "rank0") == [[{"n": 3}, 1, "no disk"], [{"n": 3}, 0, "no disk"]]
     assert values(results, "stop") == [[False, False, False, True]] * 2  # seen a step later
-    four = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-    assert values(results, "connect") == [[four, []]] * 2
+    three = ["all_gather", "reduce_scatter", "all_reduce"]
+    four = [*three, "gather"]
+    assert values(results, "connect") == [[[three, four, four], []], [[three, four, three], []]]
 
 
-def test_ranks_connect_every_group_before_the_model_has_memory(tmp):
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
     """NCCL takes its memory then; later that of the second group would come in backward."""
     connected = []
-    world = ranks.World(size=4, local_size=2)
-    cfg = resolve(tiny(tmp, strategy="hybrid_shard"), world, distributed=True)
+    world = ranks.World(size=8, local_size=2)
+    cfg = resolve(tiny(tmp, strategy="hybrid_shard", gradient_accumulation_steps=8,
+                       checkpoint=checkpoint), world, distributed=True)
     model = train.meta_model(cfg)
 
-    def listed(group, device):
-        connected.append((group.size(), all(p.is_meta for p in model.parameters())))
+    def listed(group, device, gathers):
+        connected.append((group.size(), gathers, all(p.is_meta for p in model.parameters())))
 
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
         with patch.object(train, "connect", listed):
             train.parallelize(model, cfg, world)
     finally:
         dist.destroy_process_group()
-    assert connected == [(2, True), (2, True)]  # the groups that replicate, and that shard
+    # the groups that replicate, and that shard; gather_full is for a full checkpoint
+    assert connected == [(4, False, True), (2, checkpoint == "full", True)]
     calls = []
     with (patch.dict(os.environ, RANK="0", WORLD_SIZE="1"), patch.object(ranks, "open_group"),
           patch.object(ranks, "patient_group"),
