@@ -355,9 +355,12 @@ def offload_saved(forward, pin_memory, *args, **kwargs):
 
 def compile_blocks(blocks):
     """Compile block.forward, before `shard`. Compiling the module would do nothing: dynamo
-    does not enter the call of a module that has hooks."""
+    does not enter the call of a module that has hooks.
+
+    dynamic=False: a run's shapes stay. Else a second model of other sizes in the same process
+    would be compiled for any size."""
     for block in blocks:
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 # ---------- in the step -------------------------------------------------------

@@ -122,14 +122,14 @@ def parallelize(model, cfg, world):
         if cfg.strategy == "ddp":
             wrapped = fsdp.replicate(model, DTYPES[cfg.reduce_dtype])
         if cfg.compile:
-            wrapped.compile()  # with DDP, at whose buckets the graph is then cut
+            wrapped.compile(dynamic=False)  # with DDP, at whose buckets the graph is then cut
         return wrapped
 
     if cfg.compile:
         # Block by block, then the loss: FSDP's hooks would break a graph of everything.
         fsdp.compile_blocks(model.blocks)
         if hasattr(model, "head_loss"):
-            model.head_loss = torch.compile(model.head_loss)
+            model.head_loss = torch.compile(model.head_loss, dynamic=False)
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     for name in mesh.mesh_dim_names:
         group = mesh.get_group(name)

@@ -42,9 +42,12 @@ def main(argv):
         configs.append(load_config(rest + flags, vars(own)))
 
     # All ranks. Resolve all variants first: a mistake in the last one then shows at once.
-    world = setup(configs[0].device, configs[0].backend)
+    most_offloaded = max(cfg.cpu_offload for cfg in configs)
+    world = setup(configs[0].device, configs[0].backend, most_offloaded)
     configs = [resolve(with_vocabulary(cfg), world) for cfg in configs]
     torch.set_float32_matmul_precision("high")  # as train.py
+    # Dynamo compiles a function 8 times at most, and variants share their functions.
+    torch._dynamo.config.recompile_limit *= len(configs)
     runs = [training(cfg, world) for cfg in configs]
     for _ in range(3):  # these build, compile and connect the ranks
         take_turns(runs)
@@ -166,7 +169,8 @@ def profile(name, steps, directory, world):
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         # Private, but nothing public writes what https://pytorch.org/memory_viz reads.
-        torch.cuda.memory._record_memory_history(clear_history=True)
+        # Not with C++ frames, which would slow down the steps that are traced.
+        torch.cuda.memory._record_memory_history(clear_history=True, stacks="python")
     with torch.profiler.profile() as profiler:
         for _ in islice(steps, 3):
             pass

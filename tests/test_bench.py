@@ -6,7 +6,9 @@ extras/bench.py: its figures against each other, its traces. What it refuses: te
 
 import json
 import re
+import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from test_tools import plain_flops
 from torch.utils.flop_counter import FlopCounterMode
 
 from extras import bench
+from ranks import World
 
 
 def measured(*argv):
@@ -70,3 +73,21 @@ def test_bench_measures_the_machine(monkeypatch):
 
     monkeypatch.setattr(bench, "Timer", timer)
     assert bench.matmul_rate(torch.device("cpu"), torch.float32) == pytest.approx(1e9)
+
+
+def test_bench_starts_as_train_does_with_threads_for_what_is_offloaded(monkeypatch):
+    """torchrun gives each process one; any variant may need them."""
+    monkeypatch.setattr(bench, "setup", lambda *args: sys.exit(args))
+    with pytest.raises(SystemExit) as e:
+        bench.main(["--variants=cpu_offload=0;cpu_offload=0.5"])
+    assert e.value.code == ("auto", "auto", 0.5)
+
+
+def test_bench_records_memory_with_pythons_frames_only(tmp_path):
+    """C++ frames take the host's time from the very steps that are traced."""
+    world = World(device=torch.device("cuda", 0))
+    with (patch.object(torch.cuda.memory, "_record_memory_history") as record,
+          patch.object(torch.cuda.memory, "_dump_snapshot") as dump):
+        bench.profile("a b", iter([1.0]), tmp_path, world)
+    assert record.call_args.kwargs["stacks"] == "python"
+    dump.assert_called_once_with(f"{tmp_path}/trace-a_b-0.pickle")

@@ -5,12 +5,13 @@ torch.compile compiles what it is asked to: graphs are counted, whatever else a 
     TORCH_LOGS=graph_code python train.py config/quickstart.py --compile=True   # shows the graphs
 """
 
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import built, no_compiler, on_ranks, steps, values
+from harness import arguments, built, no_compiler, on_ranks, steps, values
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
@@ -57,14 +58,15 @@ def case_graphs(tmp, **keys):
     return rows
 
 
-def case_evaluation(tmp, strategy):
-    """Of a compiled run that evaluates between two steps: graphs of forward and how many have
-    symbols for sizes; gradients that each graph of backward is given."""
+@contextmanager
+def graphs_made():
+    """Two lists that fill inside: of each graph of forward, has it symbols for sizes? And how many
+    gradients each graph of backward is given."""
     symbols, given = [], []
 
     def forward(graph, inputs):
         sizes = [n for t in inputs if isinstance(t, torch.Tensor) for n in t.shape]
-        symbols.append(any(isinstance(n, torch.SymInt) for n in sizes))
+        symbols.append(any(isinstance(n, torch.SymInt) for n in (*sizes, *inputs)))
         return graph
 
     def backward(graph, inputs):
@@ -73,12 +75,30 @@ def case_evaluation(tmp, strategy):
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
     with no_compiler(), patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        yield symbols, given
+
+
+def case_evaluation(tmp, strategy):
+    """Of a compiled run that evaluates between two steps."""
+    with graphs_made() as made:
         run = built(tmp, strategy=strategy, gradient_accumulation_steps=1, batch_size=4,
                     eval_iters=100, compile=True)  # of 37 windows the last batch has one
         for step in range(2):
             steps(run, step)
             train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
-    return symbols, given
+    return made
+
+
+def case_bench(tmp, strategy):
+    """Of a bench with three sizes, where dynamo would compile a function once."""
+    from extras import bench  # a fork may have deleted it
+
+    argv = arguments(tmp, tmp, strategy=strategy, compile=True, gradient_accumulation_steps=1,
+                     n_layer=1)
+    with (graphs_made() as (symbols, _), torch._dynamo.config.patch(recompile_limit=1),
+          patch.object(bench, "matmul_rate", lambda *_: 1e9)):
+        bench.main([*argv, "--steps=1", "--variants=;batch_size=3;block_size=8"])
+        return symbols
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +133,14 @@ def test_compile_evaluation_adds_its_own_graphs_and_changes_none(tmp):
         symbols, given = values(results, strategy)[0]
         assert symbols == 2 * graphs * [False]  # with gradients and without
         assert given == graphs * [1]
+
+
+def test_compile_every_variant_of_a_bench_has_static_graphs(tmp):
+    """Dynamo counts by function: a second size in the process would make it dynamic, whose time
+    says nothing of a run, and from the ninth on it would compile none."""
+    pytest.importorskip("extras.bench")
+    expected = dict(single=1, full_shard=2)  # graphs of a step
+    results = on_ranks(1, {strategy: (case_bench, dict(tmp=tmp, strategy=strategy))
+                           for strategy in expected})
+    for strategy, graphs in expected.items():
+        assert values(results, strategy) == [3 * graphs * [False]]
