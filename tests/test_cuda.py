@@ -197,22 +197,49 @@ def test_cuda_float16_overflow_on_one_rank_skips_the_step_on_both(tmp, device):
     assert zero["moved"] == zero["unmoved"] == []
 
 
-def overlap(kernels):
-    """Of the all-gathers' time, the share in which another kernel than NCCL's runs.
-    kernels: [(name, start, end)]."""
-    gathers = [(start, end) for name, start, end in kernels if "AllGather" in name]
-    others = sorted((start, end) for name, start, end in kernels if "nccl" not in name)
+def overlap(events):
+    """Of the all-gathers' time, the share in which another kernel than NCCL's runs, on any stream.
+    events: a profiler's. FSDP2's annotation of a gather is among them, as long as the gather."""
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA
+               and not e.is_user_annotation]
+    gathers = united(e for e in kernels if "AllGather" in e.name)
+    others = united(e for e in kernels if "nccl" not in e.name)
     shared = 0
     for start, end in gathers:
-        for a, b in others:  # one after another: they are of one stream
-            shared += max(0, min(end, b) - max(start, a))
+        shared += sum(max(0, min(end, b) - max(start, a)) for a, b in others)
     return shared / sum(end - start for start, end in gathers)
 
 
-def test_cuda_overlap_is_the_share_of_gathers_beside_computation():
-    kernels = [("ncclDevKernel_AllGather_RING_LL", 0, 10), ("gemm", 4, 6), ("gemm", 8, 12),
-               ("ncclDevKernel_AllGather_RING_LL", 20, 30), ("ncclDevKernel_ReduceScatter", 20, 30)]
-    assert overlap(kernels) == 4 / 20
+def united(events):
+    """The spans of time that they take, without overlaps."""
+    apart = []
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in events):
+        if apart and start <= apart[-1][1]:
+            start, last = apart.pop()
+            end = max(last, end)
+        apart.append((start, end))
+    return apart
+
+
+GATHER = "ncclDevKernel_AllGather_RING_LL"
+
+
+@pytest.mark.parametrize("trace, share", [
+    ([(GATHER, 0, 10), ("gemm", 4, 6), ("gemm", 8, 12), (GATHER, 20, 30)], 4 / 20),
+    # NCCL's other kernels do not compute, and an annotation is none
+    ([(GATHER, 0, 10), ("ncclDevKernel_ReduceScatter", 0, 10), ("FSDP::all_gather", 0, 10)], 0),
+    # two streams at once, and a kernel inside of another: time counts once
+    ([(GATHER, 0, 10), ("gemm", 0, 6), ("copy", 4, 8), ("gemm", 1, 3), ("add", 9, 9)], 8 / 10),
+    ([(GATHER, 0, 10), (GATHER, 5, 15), ("gemm", 0, 15)], 1)])
+def test_cuda_overlap_is_the_share_of_gathers_beside_computation(trace, share):
+    gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [SimpleNamespace(name="aten::mm", device_type=cpu, is_user_annotation=False,
+                              time_range=SimpleNamespace(start=0, end=100))]
+    for name, start, end in trace:
+        events.append(SimpleNamespace(
+            name=name, device_type=gpu, is_user_annotation=name.startswith("FSDP"),
+            time_range=SimpleNamespace(start=start, end=end)))
+    assert overlap(events) == share
 
 
 def case_trace(tmp, device):
@@ -221,8 +248,7 @@ def case_trace(tmp, device):
     steps(run, n=3)
     with torch.profiler.profile() as profile:
         steps(run, first=3)
-    return overlap([(e.name, e.time_range.start, e.time_range.end) for e in profile.events()
-                    if e.device_type == torch.autograd.DeviceType.CUDA])
+    return overlap(profile.events())
 
 
 @pytest.mark.parametrize("device", DEVICES[2][1:])
