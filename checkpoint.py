@@ -501,7 +501,8 @@ class Saver:
                 remove_sharded(path)  # the next save may need the room
                 raise cannot_write(path, error)
             header["files"].update(files)
-        missing = header["files"].keys() - set(os.listdir(path))
+        with writing(path):
+            missing = header["files"].keys() - set(os.listdir(path))
         if missing:
             raise SystemExit(
                 f"out_dir={self.cfg.out_dir} is not the same on all nodes, {path} lacks "
@@ -542,7 +543,7 @@ class Saver:
 
 def remove_sharded(path):
     """The header first: what a kill leaves is then no checkpoint, and not a damaged one."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         os.remove(os.path.join(path, HEADER))
     shutil.rmtree(path, ignore_errors=True)
 

@@ -202,7 +202,10 @@ class Log:
     def write(self, row):
         if self.file:
             line = json.dumps({"run": self.run_id, **row})
-            print(line, file=self.file, flush=True)
+            try:
+                print(line, file=self.file, flush=True)
+            except OSError as e:  # the row stays in the file's buffer, until there is room
+                print(f"cannot write {self.file.name}: {e.strerror}", file=sys.stderr)
         if self.wandb:
             self.wandb.log(row, step=row["iter"])
         if self.tensorboard:

@@ -563,6 +563,18 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sha
     assert checkpoint.complete_steps(out) == ["step-000000003", "step-000000005"]
 
 
+def test_checkpoint_on_a_file_system_that_goes_away_is_said(sharded, monkeypatch, capsys):
+    saver, run, out = sharded
+
+    def goes_away(own, every, group):
+        every[:] = [own]
+        shutil.rmtree(out)
+
+    monkeypatch.setattr(checkpoint.dist, "gather_object", goes_away)
+    assert "the last save" in refused(complete, saver, run, 1)
+    assert f"cannot write {out}/step-000000001: [Errno 2] " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_checkpoint_in_the_background_has_a_group_of_its_own(sharded, kind):
     """Collectives of the run, which goes on, would meet its own."""
