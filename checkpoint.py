@@ -66,13 +66,16 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 
 def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name."""
+    now; of tied parameters the first name. SystemExit if some of the state is no tensor."""
     tensors = {}
     for name, p in model.named_parameters():
         tensors[f"model.{name}"] = without_float8_wrapper(p.detach())
         if optimizer and p in optimizer.state:
             for key, t in optimizer.state[p].items():
-                assert isinstance(t, torch.Tensor), f"{key} of {name}: see optimizer.py"
+                if not isinstance(t, torch.Tensor):
+                    raise SystemExit(
+                        f"the optimizer's state {key!r} of {name} is a {type(t).__name__}, and "
+                        "checkpoints keep tensors only: let it be torch.tensor(...)")
                 tensors[f"{key}.{name}"] = t
     return tensors
 

@@ -157,6 +157,9 @@ class Log:
 
     @contextmanager
     def paused(self):
+        if self.world.device.type == "cuda":
+            # Steps that were not logged are still queued. They are no part of the pause.
+            torch.cuda.synchronize(self.world.device)
         start = time.time()
         yield
         self.since += time.time() - start

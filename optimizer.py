@@ -5,10 +5,11 @@ What turns gradients into steps: AdamW and the learning rate. (Muon is extras/mu
     lr = learning_rate_at(step, cfg)
 
 Yours may be any torch.optim.Optimizer: return it from make_optimizer in train.py. In a
-sharded run a parameter and its gradient are DTensors, of which this rank has some rows.
-Checkpoints keep self.state[p]: tensors, each under a name, all there after the first step.
-A tensor with a number for each of p's must be a DTensor placed as p is; others must be the
-same on all ranks. Then the run can go on at another world size.
+sharded run a parameter p and its gradient are DTensors, of which this rank has some rows.
+Checkpoints keep self.state[p]: tensors, each under a name, all there after the first step; a
+count of steps is a tensor too. State that belongs to p's rows, shaped like p or with one
+number a row, must be a DTensor placed as p is: torch.zeros_like(p) is. Any other tensor must
+be the same on all ranks. Then the run can go on at another world size.
 """
 
 import math

@@ -106,7 +106,12 @@ def parallelize(model, cfg, world):
     if cfg.dtype == "float8":
         float8 = extra("float8", wanted_by="dtype=float8")
         group = cfg.shard_group_size or world.size
-        float8.convert(model, world.device.type, shard_group=group if sharded else 0)
+        float8.convert(
+            model,
+            world.device.type,
+            shard_group=group if sharded else 0,
+            tokens=cfg.batch_size * cfg.block_size,
+        )
     # Inside of what is compiled and sharded: recomputation then finds the block gathered.
     if cfg.activation_checkpointing != "none":
         fsdp.checkpoint_activations(
@@ -339,6 +344,7 @@ def train(cfg):
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     step = first_step
     batch = batches.train(step, 0)
+    overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
         saver.look()
         # Stop? A scheduler or the user has sent a signal: save, and leave.
@@ -369,15 +375,20 @@ def train(cfg):
 
         # Else one optimizer step, during which the ranks exchange stop signals.
         stop.ask()
-        scale = scaler.get_scale() if scaler.is_enabled() else None  # waits for the GPU
         loss, norm, batch = train_step(
             wrapped, optimizer, scaler, batches, batch, step, cfg, world)
-        if scale and scaler.get_scale() < scale:
-            print0(world, f"iter {step}: gradients overflowed in float16, step skipped, "
-                          f"loss scale {scale:g} -> {scaler.get_scale():g}")
+        if step == first_step:
+            checkpoint.flat_state(model, optimizer)  # what it cannot save, it refuses now
+        if scaler.is_enabled():
+            overflows += ~norm.isfinite()  # on the device: reading it would wait
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             lossf = all_reduce_mean_(loss, world).item()  # synchronization point
             require_finite(lossf, "loss", step, cfg, saver)
+            scale = scaler.get_scale() if scaler.is_enabled() else None
+            if overflows:
+                print0(world, f"iter {step}: gradients overflowed in float16, "
+                              f"steps skipped: {overflows:.0f}, loss scale now {scale:g}")
+                overflows.zero_()
             log.step(step, lossf, norm.item(), optimizer.param_groups[0]["lr"], scale)
         step += 1
 

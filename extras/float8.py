@@ -1,8 +1,8 @@
 """
 dtype=float8: the blocks' linear layers compute in 8 bits, and FSDP2 gathers their weights in
-8 bits. All else computes in bf16. The work is torchao's (pip install torchao).
+8 bits. Everything else computes in bf16. The work is torchao's (pip install torchao).
 
-    convert(model, "cuda", shard_group=8)      # on the meta device, before fsdp.shard
+    convert(model, "cuda", shard_group=8, tokens=8192)  # on meta, before fsdp.shard
     scale_each_step(model, optimizer)
 """
 
@@ -10,19 +10,27 @@ import torch
 from torch import nn
 
 
-def convert(model, device_type, shard_group):
+def convert(model, device_type, shard_group, tokens):
     """Replace the blocks' linear layers by torchao's, in place. Names, shapes and fp32
-    weights stay. shard_group: how many ranks FSDP2 will gather them from, 0 if it does not.
-    SystemExit if that cannot be here."""
+    weights stay. SystemExit if this device or these sizes cannot compute in float8.
+
+    shard_group: how many ranks FSDP2 will gather them from, 0 if it does not.
+    tokens: in a micro-batch.
+    """
     if device_type == "cuda":
         too_old = torch.cuda.get_device_capability() < (8, 9)
     else:
         too_old = device_type != "cpu"  # a CPU emulates float8, for tests
     if too_old:
         raise SystemExit("dtype=float8 needs an H100 or newer; use --dtype=bfloat16")
+    # Backward sums a weight's gradient over the tokens. Emulated on a CPU, any number would do.
+    if tokens % 16:
+        raise SystemExit(
+            f"dtype=float8: batch_size x block_size is {tokens}, and GPUs multiply in float8 "
+            "only if 16 divides it; change one of them, or use --dtype=bfloat16")
     chosen = set(linears(model))
     for name, module in model.named_modules():
-        # torchao gathers rows as they are, without the padding that makes them equally many.
+        # torchao gathers rows without padding, so all ranks must have the same number.
         if shard_group and module in chosen and module.out_features % shard_group:
             raise SystemExit(
                 f"dtype=float8: {shard_group} ranks do not divide the {module.out_features} "

@@ -119,6 +119,8 @@ def test_cuda_trains_in_fewer_bits(tmp, one_rank, name, device):
     if name == "float8":
         pytest.importorskip("extras.float8")
         pytest.importorskip("torchao")
+        if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("this GPU has no float8")
     keys, limit = ROUNDED[name]
     expected = in_plain_pytorch(tmp, n_embd=keys.get("n_embd", 30))
     [rows] = values(one_rank(device), name)
@@ -267,6 +269,25 @@ def test_cuda_memory_that_is_logged_is_of_the_steps(tmp):
         with patch.object(metrics, "peak_flops", lambda device: None):
             metrics.Log(tiny(tmp), ranks.World(device=CUDA), "", None, 0)
     reset.assert_called_once_with(CUDA)
+
+
+def test_cuda_pause_of_the_log_begins_when_what_is_queued_is_done(tmp, monkeypatch):
+    """The steps since the last line wait on the GPU: their time is no part of the evaluation's."""
+    clock = [0]
+
+    def wait(device):
+        clock[0] += 40
+
+    monkeypatch.setattr(metrics.time, "time", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    for device, seconds in ((CUDA, 41), (torch.device("cpu"), 1)):
+        with (patch.object(torch.cuda, "reset_peak_memory_stats"),
+              patch.object(metrics, "peak_flops", lambda device: None)):
+            log = metrics.Log(tiny(tmp), ranks.World(device=device), "", None, 0)
+        clock[0] += 1
+        with log.paused():
+            clock[0] += 100
+        assert clock[0] - log.since == seconds
 
 
 @pytest.mark.parametrize("dtype, grouped", [

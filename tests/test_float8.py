@@ -122,10 +122,10 @@ def test_float8_is_for_the_blocks_matrices_that_fit():
 
 def test_float8_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    assert "pip install torchao" in refused(float8.convert, plain_gpt(), "cpu", False)
+    assert "pip install torchao" in refused(float8.convert, plain_gpt(), "cpu", 0, 32)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "--dtype=bfloat16" in refused(float8.convert, plain_gpt(), "cuda", True)
-    assert "--dtype=bfloat16" in refused(float8.convert, plain_gpt(), "mps", True)
+    assert "--dtype=bfloat16" in refused(float8.convert, plain_gpt(), "cuda", 1, 32)
+    assert "--dtype=bfloat16" in refused(float8.convert, plain_gpt(), "mps", 1, 32)
 
 
 @needs_torchao
@@ -147,7 +147,7 @@ def test_float8_plan_gathers_less_and_leaves_ddp_out():
 def test_float8_rows_that_the_ranks_do_not_divide_are_refused(monkeypatch, ranks, layer):
     """torchao gathers no padding: NCCL would wait for bytes that nobody sends."""
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # the next line it would say
-    said = refused(float8.convert, plain_gpt(n_embd=64, n_head=2), "cpu", ranks)
+    said = refused(float8.convert, plain_gpt(n_embd=64, n_head=2), "cpu", ranks, 32)
     if layer:
         assert f"5 ranks do not divide the 192 rows of {layer}" in said
         assert "--shard_group_size" in said
@@ -159,3 +159,9 @@ def test_float8_that_the_ranks_do_not_divide_is_refused_by_the_plan():
     argv = ["config/train_gpt2_xl.py", "--dtype=float8", "--strategy=full_shard"]
     said = refused(plan.main, [*argv, "--world_size=128"])
     assert said.startswith("dtype=float8: 128 ranks do not divide the 4800 rows")
+
+
+def test_float8_tokens_that_16_does_not_divide_are_refused(tmp):
+    """In backward a product sums over them, and a GPU's wants multiples of 16."""
+    said = refused(built, tmp, strategy="single", batch_size=3, block_size=8, **SIZES)
+    assert "batch_size x block_size" in said and "16" in said

@@ -15,7 +15,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, on_ranks, plain_gpt, run_training, tiny, values
+from harness import (
+    HERE,
+    on_ranks,
+    plain_gpt,
+    read_metrics,
+    refused,
+    run_training,
+    tiny,
+    values,
+)
 from torch.distributed.tensor import DTensor
 
 import train
@@ -104,6 +113,28 @@ def test_own_state_of_any_shape_is_saved_and_resharded(tmp):
             for kind in ("full", "sharded")})
     for kind in ("full", "sharded"):
         assert values(results, kind)[0] == pytest.approx(whole, rel=1e-6)
+
+
+class Counting(torch.optim.SGD):
+    """Its state is a number of Python's."""
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["seen"] = 1 + self.state[p].get("seen", 0)
+
+
+def case_counting(tmp):
+    with patch.object(train, "make_optimizer", lambda model, cfg: Counting(model.parameters())):
+        return refused(run_training, tmp, "counting", strategy="full_shard")
+
+
+def test_own_state_that_is_no_tensor_is_refused_in_the_first_step(tmp):
+    """Not at the first save, hours later."""
+    said = values(on_ranks(2, {"": (case_counting, dict(tmp=tmp))}), "")
+    assert said[0] == said[1]
+    assert "seen" in said[0] and "transformer.wte.weight" in said[0] and "int" in said[0]
+    assert [row["iter"] for row in read_metrics(f"{tmp}/counting")] == [0]  # the evaluation before
 
 
 def case_stock(tmp, optimizer):

@@ -15,7 +15,6 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -98,17 +97,40 @@ def test_train_float16_scales_and_unscales(tmp, monkeypatch):
         assert read_ckpt(fp16)["scaler"]["_growth_tracker"] == n  # the old one went on
 
 
-def test_train_float16_says_which_steps_overflowed(tmp, monkeypatch, capsys):
-    scaler = partial(torch.amp.GradScaler, init_scale=2.0**26)
-    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    rows = run_training(tmp, "fp16-overflow", dtype="float16", max_iters=9, eval_interval=9)
-    scales = [row["loss_scale"] for row in rows]
-    skipped = [(f"iter {i}:", f"{a:g} -> {b:g}")
-               for i, (a, b) in enumerate(zip(scales, scales[1:])) if a > b]
-    said = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
-    assert 0 < len(skipped) < 8 and len(said) - len(skipped) in (0, 1)  # the last step's
-    for line, (step, change) in zip(said, skipped):
-        assert line.startswith(step) and change in line
+@pytest.mark.parametrize("log_interval", [1, 3])
+def test_train_float16_says_how_many_steps_overflowed(tmp, monkeypatch, capsys, log_interval):
+    """Also where the scale grows as often as it falls; and it is asked for in logged steps only."""
+    asked, skipped = [], []  # skipped: of each step, did a weight stay as it was?
+
+    class Scaler(torch.amp.GradScaler):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, init_scale=2.0**26, growth_interval=1, **kwargs)
+
+        def get_scale(self):
+            asked.append(1)
+            return super().get_scale()
+
+    def step(wrapped, *args):
+        before = wrapped.lm_head.weight.detach().clone()
+        result = train_step(wrapped, *args)
+        skipped.append(torch.equal(before, wrapped.lm_head.weight))
+        return result
+
+    train_step = train.train_step
+    monkeypatch.setattr(torch.amp, "GradScaler", Scaler)
+    monkeypatch.setattr(train, "train_step", step)
+    rows = run_training(tmp, f"fp16-overflow-{log_interval}", dtype="float16", max_iters=10,
+                        eval_interval=10, log_interval=log_interval)
+    said = re.findall(r"^iter (\d+): .* float16.* skipped: (\d+), .* ([\d.e+]+)$",
+                      capsys.readouterr().out, re.M)
+    expected, first = [], 0
+    for row in rows:
+        n = sum(skipped[first:row["iter"] + 1])
+        first = row["iter"] + 1
+        if n:
+            expected.append((str(row["iter"]), str(n), f"{row['loss_scale']:g}"))
+    assert said == expected and 2 < sum(skipped) < 8
+    assert len(asked) == len(rows) + 1  # and by the checkpoint
 
 
 # -----------------------------------------------------------------------------
