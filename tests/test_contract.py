@@ -82,7 +82,7 @@ def small(tmp, model, **overrides):
 def ask(good, sentence):
     """Fail with what to change in the file, and nothing else."""
     if not good:
-        pytest.fail(sentence, pytrace=False)
+        raise pytest.fail.Exception(sentence, pytrace=False) from None
 
 
 @contextmanager
@@ -597,7 +597,7 @@ def ran(results, name):
     for rank in results[name]:
         text = rank.get("error", "")
         errors = re.findall(r"^\w+Error: .*", text, re.M) or text.splitlines()
-        ask(not text, f"{name} does not run, and one process does: {' '.join(errors[-1:])}")
+        ask(not text, f"{name} does not run, though the file alone does: {' '.join(errors[-1:])}")
     return results[name][0]["value"]
 
 
