@@ -112,8 +112,8 @@ def arguments(argv):
     smallest = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
     for key, least in smallest.items():
         value = getattr(args, key)
-        if not least <= value < 2**63:
-            parser.error(f"--{key}={value}: it must be at least {least}, below 2**63")
+        if not value >= least:  # so nan is refused too
+            parser.error(f"--{key}={value}: it must be at least {least}")
     return args
 
 

@@ -23,8 +23,8 @@ from ranks import first_line, run
 # ---------- what corresponds to what ------------------------------------------
 
 
-# keys: {our key: theirs}. fixed: {their key: the values that mean what our model computes}.
-# The first of these is what an absent key means.
+# keys: {our key: theirs}. fixed: {their key: the values that mean what our model computes};
+# values[0] is the default.
 GPT2 = dict(
     name="GPT2LMHeadModel",  # transformers' class
     model="gpt2",  # our --model

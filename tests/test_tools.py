@@ -85,6 +85,15 @@ def test_tools_sample_without_a_tokenizer_reads_and_prints_ids(
     assert f"{vocab_size} is beyond" in refused(sample.main, [*argv, f"--start=ids:1,{vocab_size}"])
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_tools_sample_cuts_a_long_prompt_at_its_beginning(use_cache):
+    """A context of 16 of 21 tokens: the text goes on behind the last ones."""
+    gpt, prompt = plain_gpt(), torch.arange(21)[None] * 3
+    whole, end = (sample.generate(gpt, idx, 12, temperature=0, use_cache=use_cache)
+                  for idx in (prompt, prompt[:, -16:]))
+    assert torch.equal(whole[:, :21], prompt) and torch.equal(whole[:, 5:], end)
+
+
 def test_tools_sample_temperature_divides_the_logits():
     with patch.object(torch, "multinomial") as drawn:
         sample.draw(torch.tensor([[0.0, math.log(2.0)]]), 0.5, None, None)  # odds 1 : 2, squared
