@@ -9,24 +9,21 @@ A split is cut into windows of block_size tokens. Each epoch visits every window
 an order that is computed window by window, without a shuffled index in memory. (nanoGPT
 draws random offsets instead.)
 
-A split is a file, train.bin or val.bin, or shards, *_train_*.bin or *_val_*.bin. A file
-is nanoGPT's, uint16 without a header, or llm.c's, a header and then uint16 or uint32.
+A split is a file or shards; files.py has their layout.
 """
 
-import glob
 import json
 import os
 import pickle
+from bisect import bisect_right
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from data.files import open_split
+
 HERE = Path(__file__).absolute().parent
-# llm.c's header is 256 int32: a magic number, a version, the number of tokens, and zeros.
-HEADER_BYTES = 256 * 4
-UINT32 = 20240801  # the magic number of files of uint32
-DTYPE_OF_MAGIC = {20240520: np.dtype(np.uint16), UINT32: np.dtype(np.uint32)}
 
 
 class Batches:
@@ -35,23 +32,27 @@ class Batches:
     def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
-        # A batch too large for memory fails here, not after hours of listing its windows.
-        np.empty((cfg.batch_size, cfg.block_size))
         self.files = {}
+        directory = data_dir(cfg.dataset)
         for split in ("train", "val"):
-            self.files[split] = TokenFiles(
-                data_dir(cfg.dataset), split, cfg.block_size, cfg.vocab_size)
+            self.files[split] = TokenFiles(directory, split, cfg.block_size, cfg.vocab_size)
 
     def train(self, step, micro):
         """Inputs and targets of one micro-batch: (batch_size, block_size) each, int64."""
         cfg = self.cfg
+        world = self.world
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
-        first_of_step = step * cfg.gradient_accumulation_steps
-        number = first_of_step + micro * self.world.size + self.world.rank
+        number = step * cfg.gradient_accumulation_steps
+        number += micro * world.size + world.rank
         files = self.files["train"]
         windows = train_order(
-            len(files), cfg.seed, first=number * cfg.batch_size, count=cfg.batch_size)
-        return self.to_device(*files.batch(windows))
+            len(files),
+            cfg.seed,
+            first=number * cfg.batch_size,
+            count=cfg.batch_size,
+        )
+        x, y = files.batch(windows)
+        return self.to_device(x, y)
 
     def fixed(self, split):
         """Yield (inputs, targets, weight): this rank's part of the windows of an evaluation.
@@ -60,17 +61,21 @@ class Batches:
         for each forward is a collective. One that has run out of windows yields weight 0.
         """
         B = self.cfg.batch_size
+        world = self.world
         files = self.files[split]
         order = eval_order(len(files), self.cfg.eval_iters * B)
-        for start in range(0, len(order), B * self.world.size):
-            first = start + self.world.rank * B
+        for start in range(0, len(order), world.size * B):
+            first = start + world.rank * B
             windows = order[first:first + B]
             weight = len(windows)
+            if weight == 0:
+                windows = order
             # Repeat windows up to B: a compiled model would be compiled again for fewer.
-            x, y = files.batch(np.resize(windows if weight else order, B))
-            # Ignore those, but never all: the mean of nothing is NaN, and 0 * NaN too.
+            x, y = files.batch(np.resize(windows, B))
+            # Their targets are ignored. Keep one row at least: the mean of none is NaN.
             y[max(1, weight):] = -1
-            yield *self.to_device(x, y), weight
+            x, y = self.to_device(x, y)
+            yield x, y, weight
 
     def to_device(self, *tensors):
         device = self.world.device
@@ -87,12 +92,12 @@ class TokenFiles:
         """SystemExit if the data is missing, damaged or does not fit the model."""
         self.block_size = block_size
         self.vocab_size = vocab_size
-        shards = sorted(glob.glob(f"*_{split}_*.bin", root_dir=directory))
-        names = shards or [f"{split}.bin"]
-        self.files = [open_tokens(Path(directory, name)) for name in names]
+        self.files = open_split(directory, split)
         # n windows take n * block_size + 1 tokens: a last target follows the last input.
-        windows = [(len(tokens) - 1) // block_size for tokens in self.files]
-        self.starts = np.cumsum([0] + windows)  # the number of each file's first window
+        self.starts = [0]  # the number of each file's first window
+        for tokens in self.files:
+            windows = (len(tokens) - 1) // block_size
+            self.starts.append(self.starts[-1] + windows)
         if len(self) == 0:
             longest = max(self.files, key=len)
             raise SystemExit(
@@ -102,23 +107,32 @@ class TokenFiles:
         self.batch(eval_order(len(self), 100))
 
     def __len__(self):
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def batch(self, windows):
         """Inputs and targets of these windows: (len(windows), block_size) each, int64."""
         T = self.block_size
-        rows = np.empty((len(windows), T + 1), dtype=np.int64)
-        files = np.searchsorted(self.starts, windows, side="right") - 1
-        for row, window, file in zip(rows, windows, files):
-            tokens = self.files[file]
-            start = (window - self.starts[file]) * T
-            row[:] = tokens[start:start + T + 1]
-            if row.max() >= self.vocab_size:
-                raise SystemExit(
-                    f"{tokens.filename}: token {row.max()} is beyond vocab_size="
-                    f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
+        rows = np.empty((len(windows), T + 1), np.int64)
+        for row, window in zip(rows, windows):
+            row[:] = self.window(window)
         rows = torch.from_numpy(rows)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        x = rows[:, :-1]
+        y = rows[:, 1:]
+        return x.contiguous(), y.contiguous()
+
+    def window(self, number):
+        """The block_size + 1 tokens of a window."""
+        T = self.block_size
+        file = bisect_right(self.starts, number) - 1
+        tokens = self.files[file]
+        start = (number - self.starts[file]) * T
+        row = tokens[start:start + T + 1]
+        largest = row.max()
+        if largest >= self.vocab_size:
+            raise SystemExit(
+                f"{tokens.filename}: token {largest} is beyond vocab_size="
+                f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
+        return row
 
 
 # ---------- files -------------------------------------------------------------
@@ -129,48 +143,37 @@ def data_dir(dataset):
     return Path(dataset) if os.path.isdir(dataset) else HERE / dataset
 
 
-def open_tokens(path):
-    """A memory map of the tokens in path. SystemExit if it is missing or damaged."""
-    try:
-        size = path.stat().st_size
-        head = np.fromfile(path, dtype=np.int32, count=3)
-    except OSError as e:
-        raise SystemExit(
-            f"{path}: {e.strerror}; it must be a file of tokens, made by the data set's own "
-            "prepare.py or by data/prepare.py; or pass another --dataset")
-    has_header = len(head) == 3 and head[0] in DTYPE_OF_MAGIC
-    dtype = DTYPE_OF_MAGIC[head[0]] if has_header else np.dtype(np.uint16)
-    offset = HEADER_BYTES if has_header else 0
-    n = int(head[2]) if has_header else size // dtype.itemsize
-    if n < 1 or size != offset + n * dtype.itemsize:
-        raise SystemExit(
-            f"{path}: {size} bytes for a header of {offset} and {n} tokens of "
-            f"{dtype.itemsize}; it is empty or damaged, prepare it again")
-    return np.memmap(path, dtype, mode="r", offset=offset)
-
-
 def read_meta(directory):
     """What a data set says about its tokens: vocab_size, and a tokenizer's name or a list
     of chars; {} if it says nothing. SystemExit if that is damaged."""
-    path = Path(directory, "meta.json")
-    if not os.path.exists(path):
-        path = Path(directory, "meta.pkl")  # nanoGPT's
-    if not os.path.exists(path):
-        return {}
+    readers = {"meta.json": json.load, "meta.pkl": load_pickle}
+    for name, load in readers.items():
+        path = Path(directory, name)
+        if os.path.exists(path):
+            return checked_meta(path, load)
+    return {}
+
+
+def checked_meta(path, load):
     try:
         with path.open("rb") as f:
-            meta = json.load(f) if path.suffix == ".json" else SafeUnpickler(f, {}).load()
-        if "itos" in meta:  # {id: character}
-            chars = [char for _, char in sorted(meta["itos"].items())]
-            meta = {"vocab_size": len(chars), "chars": chars}
+            meta = load(f)
         vocab_size = meta.get("vocab_size", 1)
-        # The largest vocabularies have a quarter of a million tokens.
-        if type(vocab_size) is not int or not 1 <= vocab_size < 2**24:
+        if type(vocab_size) is not int or vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size!r}")
         return meta
     except Exception as e:
         raise SystemExit(
             f"{path}: not readable ({type(e).__name__}: {e}); prepare the data again")
+
+
+def load_pickle(file):
+    """nanoGPT's meta.pkl. Of a data set of characters it has {id: character}."""
+    meta = SafeUnpickler(file, {}).load()
+    if "itos" not in meta:
+        return meta
+    chars = [char for _, char in sorted(meta["itos"].items())]
+    return {"vocab_size": len(chars), "chars": chars}
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -192,21 +195,27 @@ class SafeUnpickler(pickle.Unpickler):
 
 def train_order(n, seed, first, count):
     """Windows of training samples first .. first + count - 1. An epoch is n samples."""
-    samples = range(first, first + count)
-    return np.array([permute(s % n, n, key=(seed, s // n)) for s in samples])
+    order = []
+    for sample in range(first, first + count):
+        epoch, i = divmod(sample, n)
+        order.append(permute(i, n, key=(seed, epoch)))
+    return np.array(order)
 
 
 def permute(i, n, key):
     """Where i goes in a pseudo-random permutation of range(n), in O(1) memory."""
-    # A Feistel network permutes the numbers below side * side, which is at least n. If i
-    # goes to n or beyond, it goes on from there, and ends below n where no other does.
-    side = 1 << max(1, ((n - 1).bit_length() + 1) // 2)
+    # A Feistel network permutes the numbers below side * side, which is at least n.
+    bits = ((n - 1).bit_length() + 1) // 2
+    side = 1 << max(1, bits)
     round_keys = np.random.SeedSequence(key).generate_state(4).tolist()
+    # Cycle walking: permute again until the result is below n.
     while True:
         left, right = divmod(i, side)
         for round_key in round_keys:
             # Each round can be undone, whatever scramble returns: so it is a permutation.
-            left, right = right, left ^ scramble(right ^ round_key) % side
+            scrambled = left ^ scramble(right ^ round_key) % side
+            left = right
+            right = scrambled
         i = left * side + right
         if i < n:
             return i

@@ -1,19 +1,22 @@
 r"""
-Turn any text into train.bin and val.bin: local files, or a data set of Hugging Face's hub.
+Turn any text into files of tokens: local files, or data sets of Hugging Face's hub.
 
     python data/prepare.py my_data notes/*.txt                          # -> data/my_data/
     python data/prepare.py my_data chats.jsonl --template='Q: {question}\nA: {answer}'
     python data/prepare.py my_data a.parquet --column=body --tokenizer=HuggingFaceTB/SmolLM2-135M
-    python data/prepare.py fineweb HuggingFaceFW/fineweb-edu --subset=sample-10BT --limit=10000
+    python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
 
 A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row is one.
-Documents are streamed through all cores, so memory stays flat. Each ends with an
-end-of-text token. Vocabularies above 65,535 make files of uint32 with llm.c's header,
-others of uint16 without one.
+Documents are streamed through all cores. Each ends with an end-of-text token.
 
-A hash of its text puts a document into val.bin, whatever the order, the limit or the
-workers. If that leaves a split with fewer than 10,000 tokens, val.bin is instead the last
-tenth of all tokens.
+What fills no shard becomes train.bin and val.bin, as nanoGPT's: uint16, or uint32 behind
+llm.c's header if the vocabulary is above 65,535. More becomes shards with that header,
+<name>_train_000001.bin and so on. A shard is written as soon as it is full. After a kill
+start the same command again: it goes on behind the last shard.
+
+A hash of its text puts a document into val, whatever the order, the limit or the workers.
+If a split has fewer than 10,000 tokens when the first shard is full, or at the end, val is
+instead the last tenth of all tokens until then.
 """
 
 import glob
@@ -21,23 +24,31 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
+import threading
+import zlib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
+from multiprocessing import parent_process
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parent))
+from data.files import (  # noqa: E402
+    RECORD,
+    STATE,
+    file_pattern,
+    header,
+    open_split,
+    read_record,
+    shard_name,
+)
 from data.tokenizer import TOKENIZER, encoder  # noqa: E402
-
-# llm.c's header, as in loader.py, which would import torch.
-HEADER_BYTES = 256 * 4
-UINT32 = 20240801
 
 # {a file's ending: the name of what reads it in `datasets`}
 KINDS = {
@@ -47,28 +58,42 @@ KINDS = {
     ".parquet": "parquet",
     ".csv": "csv",
 }
+SPLITS = ("train", "val")
+# What prepare.state keeps of a Tokens.
+SAVED = ("arguments", "shards", "documents", "place", "checksum")
 MANY = 10_000  # tokens: a split of fewer says little
+CHUNK = 1 << 20  # characters that travel to a worker together
 
 
 # ---------- documents ---------------------------------------------------------
 
 
-def documents(sources, template, hub):
-    """Yield the documents of local files or hub data sets. SystemExit if one cannot be
-    read. hub: what to load of a hub data set, as `datasets` calls it."""
-    for source in sources:
+def documents(sources, template, column, hub, first=0, skip=0):
+    """Yield (place, text) of each document of local files or hub data sets that is not
+    empty. SystemExit if one cannot be read.
+
+    place: which source, and how many of its rows have been read. first, skip: the source to
+    begin with, and how many of its rows to pass over. hub: what to load of a hub data set,
+    as `datasets` calls it.
+    """
+    for number, source in enumerate(sources[first:], first):
         try:
-            for row in rows(source, hub):
-                yield fill(template, row, source)
+            for row in rows(source, column, hub, skip):
+                skip += 1
+                text = fill(template, row, source)
+                if text:
+                    yield (number, skip), text
         except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
             reason = " ".join(str(e).split())[:300]
             raise SystemExit(
                 f"{source}: {type(e).__name__}: {reason}; a file must be whole, and UTF-8; "
                 "for a hub data set check the name and the network")
+        skip = 0
 
 
-def rows(source, hub):
-    """Yield the rows of one file or hub data set, each {column: value}."""
+def rows(source, column, hub, skip):
+    """Yield the rows of one file or hub data set, each {column: value}, but the first
+    `skip`."""
     kind = os.path.splitext(source)[1].lower()
     is_local = os.path.exists(source)
     # What is neither here nor named like a file is a hub data set.
@@ -76,8 +101,10 @@ def rows(source, hub):
         kinds = ", ".join(KINDS)
         raise SystemExit(f"{source}: no such file, or not a file of kind {kinds}")
     if kind == ".txt":
-        with open(source, encoding="utf-8") as f:
-            yield {"text": f.read()}
+        if skip == 0:
+            with open(source, encoding="utf-8") as f:
+                text = f.read()
+            yield {"text": text, column: text}  # --column is for the other files
         return
     if is_local and os.path.getsize(source) == 0:
         return  # `datasets` would fail
@@ -87,7 +114,7 @@ def rows(source, hub):
     if is_local:
         hub = dict(data_files=[glob.escape(source)], split="train")
         source = KINDS[kind]
-    yield from datasets.load_dataset(source, **hub, streaming=True)
+    yield from datasets.load_dataset(source, **hub, streaming=True).skip(skip)
 
 
 def fill(template, row, source):
@@ -107,25 +134,25 @@ def fill(template, row, source):
 
 
 def chunks(docs):
-    """Lists of about a million characters: short documents travel to a worker together,
-    long ones alone."""
-    chunk = []
+    """Yield (texts, place of the last): short documents together, long ones alone."""
+    texts = []
     size = 0
-    for text in docs:
-        chunk.append(text)
+    for place, text in docs:
+        texts.append(text)
         size += len(text)
-        if size >= 1 << 20:
-            yield chunk
-            chunk = []
+        if size >= CHUNK:
+            yield texts, place
+            texts = []
             size = 0
-    yield chunk
+    if texts:
+        yield texts, place
 
 
-def encode(chunk, tokenizer, dtype, val_fraction):
+def encode(texts, tokenizer, dtype, val_fraction):
     """The tokens of train and those of val, as bytes; runs in a worker."""
     own = encoder(tokenizer)
     parts = bytearray(), bytearray()
-    for text in chunk:
+    for text in texts:
         tokens = np.array(own.encode(text), dtype)
         if tokens[-1:].tolist() != [own.end]:  # some tokenizers put it there themselves
             tokens = np.append(tokens, dtype.type(own.end))
@@ -135,110 +162,235 @@ def encode(chunk, tokenizer, dtype, val_fraction):
     return parts
 
 
-def tokenize(docs, files, workers, tokenizer, dtype, val_fraction):
-    """Append the tokens of docs to train's and val's files, in order."""
-    from tqdm import tqdm
-    progress = tqdm(unit=" tok", unit_scale=True, delay=1)
-    with ProcessPoolExecutor(workers) as pool, progress as bar:
-        # A generator: a chunk is read and sent to a worker when its future is asked for.
-        futures = (
-            pool.submit(encode, chunk, tokenizer, dtype, val_fraction)
-            for chunk in chunks(docs)
-        )
-        pending = list(islice(futures, 4 * workers))  # no more wait, so memory stays flat
+def tokenize(docs, workers, *how):
+    """Yield (number of documents, place and checksum of the last, their tokens) for each
+    chunk of docs, in order. how: encode's other arguments."""
+    with ProcessPoolExecutor(workers, initializer=end_with_parent) as pool:
+        def submit(texts, place):
+            tokens = pool.submit(encode, texts, *how)
+            return len(texts), place, checksum(texts[-1]), tokens
+
+        # A generator: a chunk is read and sent to a worker when it is asked for.
+        submitted = (submit(texts, place) for texts, place in chunks(docs))
+        pending = list(islice(submitted, 4 * workers))  # no more wait, so memory stays flat
         while pending:
-            for file, tokens in zip(files, pending.pop(0).result()):
-                bar.update(file.write(tokens) // dtype.itemsize)
-            pending += islice(futures, 1)
+            *mark, tokens = pending.pop(0)
+            yield *mark, tokens.result()
+            pending += islice(submitted, 1)
 
 
-def hold_out_end(train, val, fraction, offset, width):
-    """Move tokens until val has the last `fraction` of them. They begin at offset, and are
-    width bytes each."""
-    # First all to train. What the hash held out comes last, and so stays held out.
-    val.seek(offset)
-    shutil.copyfileobj(val, train)
-    tokens = (train.tell() - offset) / width
-    start = offset + width * round((1 - fraction) * tokens)
-    # Then the end of them to val.
-    val.truncate(val.seek(offset))
-    train.seek(start)
-    shutil.copyfileobj(train, val)
-    train.truncate(start)
+def end_with_parent():
+    """In a worker: when prepare.py is killed it would wait for its next chunk for ever."""
+    def wait():
+        parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def checksum(text):
+    return zlib.crc32(text.encode())
 
 
 # ---------- files -------------------------------------------------------------
 
 
-def write(docs, out, tokenizer, val_fraction, end_fraction, workers):
-    """Write out's files. val.bin gets val_fraction of the documents, or, if that leaves a
-    split with few tokens, the last end_fraction of all tokens."""
-    own = encoder(tokenizer)  # here first: a mistake is then one line, not one a worker
-    large = own.vocab_size > 65535
-    dtype = np.dtype(np.uint32 if large else np.uint16)
-    offset = HEADER_BYTES if large else 0
-    how = ""
-    with all_or_none(out) as tmp:
-        with open(tmp / "train.bin", "w+b") as train, open(tmp / "val.bin", "w+b") as val:
-            files = (train, val)
-            for file in files:
-                file.write(bytes(offset))
-            tokenize(docs, files, workers, tokenizer, dtype, val_fraction)
-            if min(train.tell(), val.tell()) < offset + MANY * dtype.itemsize:
-                hold_out_end(train, val, end_fraction, offset, dtype.itemsize)
-                how = f", the last {100 * end_fraction:g}% of the text"
-            ends = [file.seek(0, os.SEEK_END) for file in files]
-            counts = [(end - offset) // dtype.itemsize for end in ends]
-            if 0 in counts:
+class Tokens:
+    """The tokens of train and val, on their way to the files in `out`.
+
+    They wait in memory until they fill a shard. When one has been written, prepare.state
+    gets those that still wait, and how far the documents have been read. The next start
+    goes on from there. After a kill between the two it writes the same shard once more.
+    """
+
+    def __init__(self, out, arguments, dtype, end_fraction):
+        """arguments: a later start must have the same. SystemExit if it has not, or if out
+        has another data set."""
+        self.out = out
+        self.arguments = arguments
+        self.dtype = dtype
+        self.end_fraction = end_fraction
+        self.shard_bytes = arguments["shard_tokens"] * dtype.itemsize
+        self.waiting = {split: bytearray() for split in SPLITS}
+        self.shards = dict.fromkeys(SPLITS, 0)  # how many have been written
+        self.documents = 0  # how many have been read
+        self.place = (0, 0)  # of the last of them, as documents() yields it
+        self.checksum = 0  # of the last of them
+        if (out / STATE).exists():
+            self.load()
+        else:
+            refuse_to_replace(out, {})
+
+    def save(self):
+        state = {key: getattr(self, key) for key in SAVED}
+        state["waiting"] = [len(tokens) for tokens in self.waiting.values()]
+        line = json.dumps(state) + "\n"
+        write_files(self.out, {STATE: [line.encode(), *self.waiting.values()]})
+
+    def load(self):
+        with open(self.out / STATE, "rb") as f:
+            state = json.loads(f.readline())
+            for tokens, size in zip(self.waiting.values(), state.pop("waiting")):
+                tokens += f.read(size)
+        for key, value in state["arguments"].items():
+            if value != self.arguments[key]:
                 raise SystemExit(
-                    f"{out}: {sum(counts)} tokens leave a split empty; pass more text")
-            if large:
-                write_headers(files, counts)
-        if own.file:  # a copy, so that the directory is whole wherever it goes
-            shutil.copyfile(own.file, tmp / TOKENIZER)
-            tokenizer = TOKENIZER
-        meta = {"vocab_size": own.vocab_size, "tokenizer": tokenizer}
-        (tmp / "meta.json").write_text(json.dumps(meta))
-    print(f"{out}/train.bin: {counts[0]:,} tokens")
-    print(f"{out}/val.bin: {counts[1]:,} tokens{how}")
+                    f"{self.out}: begun with another {key}; pass the same to go on, or delete "
+                    "its files to begin again, or pass another --out")
+        vars(self).update(state)
+        shards = sum(self.shards.values())
+        print(f"{self.out}: going on behind {shards} shards and {self.documents:,} documents")
+
+    def add(self, documents, place, checksum, parts):
+        """Take what tokenize() yields, and write the shards that are full."""
+        self.documents += documents
+        self.place = place
+        self.checksum = checksum
+        for tokens, more in zip(self.waiting.values(), parts):
+            tokens += more
+        if max(map(len, self.waiting.values())) < self.shard_bytes:
+            return
+        self.hold_out()
+        for split, tokens in self.waiting.items():
+            while len(tokens) >= self.shard_bytes:
+                self.write_shard(split, self.shard_bytes)
+        self.save()
+
+    def hold_out(self):
+        """If a split has few tokens before the first shard, give val the end of all."""
+        train, val = self.waiting.values()
+        width = self.dtype.itemsize
+        if any(self.shards.values()) or min(len(train), len(val)) >= MANY * width:
+            return
+        # First all to train. What the hash held out comes last, and so stays held out.
+        train += val
+        count = len(train) // width
+        if count < 2:
+            raise SystemExit(
+                f"{self.out}: {count} tokens leave a split empty; pass more text")
+        # Then the end of them to val.
+        first = round((1 - self.end_fraction) * count)
+        first = min(max(first, 1), count - 1)
+        val[:] = train[first * width:]
+        del train[first * width:]
+        percent = 100 * self.end_fraction
+        print(f"{self.out}: few documents, so val has the last {percent:g}% of the text")
+
+    def write_shard(self, split, size):
+        """Write the first `size` bytes of those that wait."""
+        tokens = self.waiting[split]
+        name = Path(self.arguments["name"]).name
+        file = shard_name(name, split, self.shards[split] + 1)
+        head = header(self.dtype, size // self.dtype.itemsize)
+        with memoryview(tokens) as view, view[:size] as first:
+            write_files(self.out, {file: [head, first]})
+        del tokens[:size]
+        self.shards[split] += 1
+
+    def finish(self, files):
+        """Write what still waits, and files, {name: parts}."""
+        self.hold_out()
+        self.save()  # after a kill among these files the next start writes them again
+        in_shards = any(self.shards.values())
+        counts = {}
+        for split, tokens in self.waiting.items():
+            count = len(tokens) // self.dtype.itemsize
+            if in_shards:
+                count += self.shards[split] * self.arguments["shard_tokens"]
+                if tokens:
+                    self.write_shard(split, len(tokens))
+                print(f"{self.out}: {count:,} tokens in {self.shards[split]} shards of {split}")
+            else:
+                # nanoGPT's files are uint16 and have no header.
+                head = header(self.dtype, count) if self.dtype != np.uint16 else b""
+                files[f"{split}.bin"] = [head, tokens]
+                print(f"{self.out}/{split}.bin: {count:,} tokens")
+            counts[split] = count
+        record = dict(arguments=self.arguments, documents=self.documents, tokens=counts)
+        files[RECORD] = [json.dumps(record).encode()]
+        write_files(self.out, files)
+        os.remove(self.out / STATE)
 
 
-def write_headers(files, counts):
-    """llm.c's: magic, version, number of tokens."""
-    if max(counts) >= 2**31:
-        raise SystemExit(
-            f"{max(counts):,} tokens, and the header counts to 2**31; pass a --limit")
-    for file, count in zip(files, counts):
-        file.seek(0)
-        file.write(np.array([UINT32, 7, count], np.int32))
+def is_prepared(out, arguments):
+    """Has an earlier start with these arguments ended, and is it all there? SystemExit if
+    it has ended, and something is missing."""
+    record = read_record(out)
+    if (out / STATE).exists() or record.get("arguments") != arguments:
+        return False
+    for source in filter(os.path.exists, arguments["source"]):
+        if os.path.getmtime(source) > os.path.getmtime(out / RECORD):
+            return False
+    for split in SPLITS:
+        open_split(out, split)
+    return True
 
 
 def write_small(out, train, val, **meta):
-    """Write out's files from two lists of tokens."""
-    with all_or_none(out) as tmp:
-        np.array(train, np.uint16).tofile(tmp / "train.bin")
-        np.array(val, np.uint16).tofile(tmp / "val.bin")
-        (tmp / "meta.json").write_text(json.dumps(meta))
+    """Write out's files from two lists of tokens. SystemExit if others are there."""
+    out = Path(out)
+    contents = {
+        "train.bin": np.array(train, np.uint16).tobytes(),
+        "val.bin": np.array(val, np.uint16).tobytes(),
+        "meta.json": json.dumps(meta).encode(),
+    }
+    with writing(out):
+        refuse_to_replace(out, contents)
+        write_files(out, {file: [content] for file, content in contents.items()})
     print(f"{out}/train.bin: {len(train):,} tokens")
     print(f"{out}/val.bin: {len(val):,} tokens")
 
 
-@contextmanager
-def all_or_none(out):
-    """A directory to write in. At the end its files go to `out`; none if anything fails."""
-    tmp = Path(out, "prepare.tmp")
-    shutil.rmtree(tmp, ignore_errors=True)  # a killed run's
+def write_files(out, files):
+    """Write {name: parts}. Each file is whole or not there, whenever this is killed."""
     try:
-        tmp.mkdir(parents=True)
-        yield tmp
-        for name in os.listdir(tmp):
-            os.replace(tmp / name, Path(out, name))
+        for name, parts in files.items():
+            with open(out / f"{name}.tmp", "wb") as f:
+                f.writelines(parts)
+                f.flush()
+                os.fsync(f.fileno())
+        for name in files:
+            os.replace(out / f"{name}.tmp", out / name)
+        directory = os.open(out, os.O_RDONLY)
+        os.fsync(directory)  # the renames themselves
+        os.close(directory)
+    finally:
+        for name in files:
+            (out / f"{name}.tmp").unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(out):
+    """A directory to write in. If nothing was written it is removed again."""
+    is_new = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()  # if it cannot be written, that is known at once
+        yield
     except OSError as e:
         reason = e.strerror or e
         raise SystemExit(
-            f"cannot write {out}: {reason}; make room, or pass another --out")
+            f"cannot write {out}: {reason}; make room and start it again, or pass another "
+            "--out")
     finally:
-        shutil.rmtree(tmp, ignore_errors=True)
+        if is_new and out.is_dir() and not os.listdir(out):
+            out.rmdir()
+
+
+def refuse_to_replace(out, contents):
+    """SystemExit if a data set is in out, but for files with just these contents."""
+    others = []
+    for file in sorted(os.listdir(out)):
+        if file in contents:
+            if contents[file] != (out / file).read_bytes():
+                others.append(file)
+        elif file in (RECORD, STATE) or any(
+                file_pattern(split).fullmatch(file) for split in SPLITS):
+            others.append(file)
+    if others:
+        raise SystemExit(
+            f"{out}: another data set is here ({', '.join(others[:3])}); delete its files, or "
+            "pass another --out")
 
 
 # ---------- the command -------------------------------------------------------
@@ -252,7 +404,7 @@ def parser_of(doc):
     return parser
 
 
-def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
+def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, **defaults):
     """The command. Each data/<name>/prepare.py calls it with its name, source, defaults."""
     parser = parser_of(doc)
     option = parser.add_argument
@@ -266,26 +418,82 @@ def main(name=None, source=None, doc=__doc__, val_fraction=0.0005, **defaults):
     option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
     option("--tokenizer", metavar="T", default="gpt2",
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
-    option("--val_fraction", type=float, help=f"default: {val_fraction} of the documents")
+    option("--val_fraction", metavar="F", type=float,
+           help=f"of the documents (default: {hash_fraction}), or of the tokens where it is "
+                "the end of them (default: 0.1)")
     option("--limit", metavar="N", type=int, default=sys.maxsize,
            help="only the first N documents")
+    option("--shard_tokens", metavar="N", type=int, default=100_000_000,
+           help="(default: 100 million)")
     option("--workers", metavar="N", type=int, default=os.cpu_count(),
            help="processes (default: one a core)")
     parser.set_defaults(**defaults)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
+    args.name = name or args.name
+    args.hash_fraction = hash_fraction
 
     end_fraction = 0.1
     if args.val_fraction is not None:
-        val_fraction = end_fraction = args.val_fraction
-    if not 0 < val_fraction < 1 or min(args.workers, args.limit) < 1:
+        args.hash_fraction = end_fraction = args.val_fraction
+    least = min(args.limit, args.workers, args.shard_tokens)
+    if not 0 < args.hash_fraction < 1 or least < 1 or args.shard_tokens >= 2**31:
         raise SystemExit(
-            "--val_fraction must be between 0 and 1, --workers and --limit at least 1")
+            "--val_fraction must be between 0 and 1, --limit, --workers and --shard_tokens at "
+            "least 1, and --shard_tokens below 2**31, for the files' headers")
+    own = encoder(args.tokenizer)  # here first: a mistake is then one line, not one a worker
+    out = Path(args.out or HERE / args.name)
+    with writing(out):
+        prepare(args, end_fraction, own, out)
+
+
+def prepare(args, end_fraction, own, out):
+    """Tokenize the documents of args, or those that an earlier start has left."""
+    arguments = {**vars(args), "source": []}
+    for source in args.source:
+        is_local = os.path.exists(source)
+        arguments["source"].append(os.path.abspath(source) if is_local else source)
+    for key in ("out", "workers"):  # these may change
+        del arguments[key]
+    dtype = np.dtype(np.uint32 if own.vocab_size > 65535 else np.uint16)
+    if is_prepared(out, arguments):
+        print(f"{out}: prepared already with these arguments")
+        return
+    tokens = Tokens(out, arguments, dtype, end_fraction)
+
+    docs = islice(documents_left(args, tokens), args.limit - tokens.documents)
+    chunks = tokenize(docs, args.workers, args.tokenizer, dtype, args.hash_fraction)
+    from tqdm import tqdm
+    with tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
+        for *mark, parts in chunks:
+            tokens.add(*mark, parts)
+            bar.update(sum(map(len, parts)) // dtype.itemsize)
+
+    files = {}
+    tokenizer = args.tokenizer
+    if own.file:  # a copy, so that the directory is whole wherever it goes
+        tokenizer = TOKENIZER
+        files[TOKENIZER] = [Path(own.file).read_bytes()]
+    meta = {"vocab_size": own.vocab_size, "tokenizer": tokenizer}
+    files["meta.json"] = [json.dumps(meta).encode()]
+    tokens.finish(files)
+
+
+def documents_left(args, tokens):
+    """The documents behind those in tokens. SystemExit if they are of other files now."""
     template = args.template or "{" + args.column + "}"
     hub = dict(name=args.subset, split=args.split)
-    docs = documents(args.source, template.replace(r"\n", "\n"), hub)
-    docs = islice(filter(None, docs), args.limit)  # without empty ones
-    out = args.out or HERE / (name or args.name)
-    write(docs, out, args.tokenizer, val_fraction, end_fraction, args.workers)
+    what = (args.source, template.replace(r"\n", "\n"), args.column, hub)
+    if tokens.documents == 0:
+        return documents(*what)
+    # Read the last one again, to see that it is what it was.
+    source, row = tokens.place
+    docs = documents(*what, source, row - 1)
+    _, text = next(docs, (None, ""))
+    if checksum(text) != tokens.checksum:
+        raise SystemExit(
+            f"{args.source[source]}: not what it was when {tokens.out} was begun; delete "
+            "that to begin again, or pass another --out")
+    return docs
 
 
 if __name__ == "__main__":

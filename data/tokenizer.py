@@ -27,7 +27,7 @@ ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 
 def tokenizer(meta, directory=""):
     """(encode: str -> [id], decode: [id] -> str, number of real tokens) for what read_meta
-    has read in directory. Of tokens that nobody has named, the text is their numbers."""
+    has read in directory. Without a tokenizer, text is token ids with commas."""
     if "chars" in meta:
         return of_characters(meta["chars"])
     file = os.path.join(directory, TOKENIZER)

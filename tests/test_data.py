@@ -7,25 +7,31 @@ What all of these commands refuse is in test_mistakes.py, tokenizers of the `tok
 test_llama.py.
 """
 
+import errno
 import hashlib
-import io
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import random
 import resource
+import shutil
+import signal
 import sys
+import time
 from glob import glob
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from harness import HERE, flags, refused, script, tiny
+from harness import HERE, children, flags, refused, script, tiny
 
 from data import loader
+from data import prepare as prepare_py
+from data.files import RECORD, STATE
 from data.loader import TokenFiles
-from data.prepare import chunks, tokenize, write_headers
 from data.shakespeare_char import prepare as shakespeare_char
 from data.tokenizer import gpt2_bpe, tokenizer
 from ranks import World
@@ -92,9 +98,9 @@ def test_llmc_headers_and_shards(tmp_path, magic, dtype):
     data.mkdir()
     shards = [np.arange(200, 240, dtype=dtype) * 270, np.arange(35, dtype=dtype)]
     for i, tokens in enumerate(shards):
-        header = np.zeros(256, dtype=np.int32)
-        header[:3] = magic, 1, len(tokens)
-        (data / f"fine_train_{i:03d}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        head = np.zeros(256, dtype=np.int32)
+        head[:3] = magic, 1, len(tokens)
+        (data / f"fine_train_{i:03d}.bin").write_bytes(head.tobytes() + tokens.tobytes())
     windows = [shard[start:start + 16] for shard in shards for start in (0, 16)]
     files = TokenFiles(str(data), "train", 16, 200000)
     assert len(files) == 4
@@ -103,6 +109,42 @@ def test_llmc_headers_and_shards(tmp_path, magic, dtype):
         f.write(b"xx")  # more than its header says
     line = refused(TokenFiles, str(data), "train", 16, 200000)
     assert "fine_train_001.bin" in line and "prepare it again" in line
+
+
+def write_tokens(path, count):
+    np.arange(count, dtype=np.uint16).tofile(path)
+
+
+def test_a_window_needs_one_token_more_than_its_length(tmp_path):
+    """Of exactly n x block_size tokens the last window has no last target; one more is enough."""
+    for count, windows in ((17, 1), (32, 1), (33, 2), (48, 2), (49, 3)):
+        write_tokens(tmp_path / "train.bin", count)
+        files = TokenFiles(tmp_path, "train", 16, 99)
+        assert len(files) == windows
+        x, y = files.batch([windows - 1])
+        assert x[0].tolist() == [*range(16 * windows - 16, 16 * windows)]
+        assert y[0].tolist() == [*range(16 * windows - 15, 16 * windows + 1)]
+    write_tokens(tmp_path / "train.bin", 16)
+    assert "needs 17" in refused(TokenFiles, tmp_path, "train", 16, 99)
+
+
+def test_shards_are_those_of_one_whole_data_set(tmp_path):
+    def first_tokens(split="train"):
+        files = TokenFiles(tmp_path, split, 16, 9999)
+        return [int(tokens[0]) for tokens in files.files]
+
+    # a name with "_train_" in it, and what a killed prepare.py leaves
+    for file in ("my_train_2_train_001.bin", "my_train_2_val_001.bin", "other_train_1.bin.tmp"):
+        write_tokens(tmp_path / file, 33)
+    assert first_tokens("train") == first_tokens("val") == [0]
+    for other in ("train.bin", "fine_train_000001.bin"):
+        write_tokens(tmp_path / other, 33)
+        line = refused(first_tokens)
+        assert other in line and "my_train_2_train_001.bin" in line
+        assert first_tokens("val") == [0]
+        os.remove(tmp_path / other)
+    (tmp_path / STATE).touch()
+    assert "start it again" in refused(first_tokens)
 
 
 def test_meta_pkl_is_nanogpts_and_runs_no_code(tmp_path):
@@ -145,10 +187,10 @@ def test_stdlib_is_reproducible(tmp_path):
 def test_shakespeare_holds_out_the_last_tenth(tmp_path, monkeypatch):
     text = "To be or n\u00f6t" * 50
     (tmp_path / "input.txt").write_text(text)
-    argv = ["prepare.py", f"--input={tmp_path / 'input.txt'}", f"--out={tmp_path / 'out'}"]
     monkeypatch.setattr(shakespeare_char, "SHA256", hashlib.sha256(text.encode()).hexdigest())
-    monkeypatch.setattr(sys, "argv", argv)
-    shakespeare_char.main("shakespeare_char", "", shakespeare_char.characters)
+    argv = [f"--input={tmp_path / 'input.txt'}", f"--out={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
+    shakespeare_char.main()
     _, decode, _ = tokenizer(loader.read_meta(tmp_path / "out"))
     parts = [decode(tokens_of(tmp_path / f"out/{split}.bin")) for split in ("train", "val")]
     assert parts == [text[:540], text[540:]]
@@ -166,6 +208,7 @@ def prepare(sources, out, command=("data/prepare.py", "x"), tokenizer="bytes", *
 
 def prepared(sources, out, **options):
     """The tokens of train and val."""
+    shutil.rmtree(out, ignore_errors=True)
     p = prepare(sources, out, **options)
     assert p.returncode == 0, p.stderr
     return [tokens_of(out / f"{split}.bin") for split in ("train", "val")]
@@ -228,6 +271,11 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
                               (dict(column="n"), [b"0", b"12"])):
         train, val = prepared([path], tmp_path / "o", **options)
         assert sorted(split_documents(train + val)) == expected
+    # a .txt file has no columns
+    (tmp_path / "b.txt").write_text("{n}")
+    train, val = prepared([tmp_path / "b.txt", path], tmp_path / "o", column="n")
+    assert sorted(split_documents(train + val)) == [b"0", b"12", b"{n}"]
+
     write_jsonl(path, [dict(instruction="Say", input="it", output="what")] * 2)
     train, val = prepared([path], tmp_path / "o", command=["data/alpaca/prepare.py"])
     text = b"### Instruction:\nSay\nit\n### Response:\nwhat"
@@ -267,21 +315,167 @@ def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path, path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert p.returncode == 1 and f"cannot write {out}: " in p.stderr and "--out" in p.stderr
-    assert p.stderr.count("\n") == 1 and os.listdir(out) == []  # nothing is left behind
-    (out / "prepare.tmp").mkdir()  # as a run leaves it that is killed
-    (out / "prepare.tmp" / "old.bin").write_text("x")
+    assert p.stderr.count("\n") == 1 and not out.exists()  # nothing is left behind
     assert script(path, *argv, f"--out={out}").returncode == 0
-    assert sorted(os.listdir(out)) == ["meta.json", "train.bin", "val.bin"]
+    files = {name for name in os.listdir(out) if name != RECORD}
+    assert files == {"meta.json", "train.bin", "val.bin"}
 
 
 def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
     """Short documents go to a worker together, and long ones do not pile up in memory."""
     for lengths, expected in (([3 << 20, 9, 8], [1, 2]), ([1 << 18] * 9, [4, 4, 1])):
-        assert [len(chunk) for chunk in chunks("x" * n for n in lengths)] == expected
-    docs = [letter * (1 << 20) for letter in "abcdef"]  # for one worker 4 wait
-    files = io.BytesIO(), io.BytesIO()
-    tokenize(docs, files, 1, "bytes", np.dtype(np.uint16), 0.5)
-    train, val = (split_documents(np.frombuffer(f.getvalue(), np.uint16)) for f in files)
-    assert sorted(train + val) == [doc.encode() for doc in docs]
-    assert (train, val) == (sorted(train), sorted(val)) and train and val
-    assert "--limit" in refused(write_headers, files, [1, 2**31])  # more than a header counts
+        docs = [(number, "x" * n) for number, n in enumerate(lengths, 1)]
+        found = [(len(texts), last) for texts, last in prepare_py.chunks(docs)]
+        assert found == list(zip(expected, itertools.accumulate(expected)))
+    read = []
+    docs = (read.append(letter) or (letter, letter * (1 << 20)) for letter in "abcdefgh")
+    found = []
+    for count, place, _, parts in prepare_py.tokenize(docs, 1, "bytes", np.dtype(np.uint16), 0.5):
+        tokens = [np.frombuffer(part, np.uint16) for part in parts]
+        found.append((count, place, split_documents(np.concatenate(tokens))))
+        assert len(read) < len(found) + 5  # for one worker 4 wait
+    assert found == [(1, letter, [letter.encode() * (1 << 20)]) for letter in "abcdefgh"]
+
+
+def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path):
+    text, bad, out = tmp_path / "a.txt", tmp_path / "bad.txt", tmp_path / "o"
+    text.write_text("some text")
+    bad.write_bytes(b"\xff")
+    assert prepare([text, bad], out).returncode == 1 and not out.exists()
+    prepared([text], out)
+    before = files_of(out)
+    assert prepare([text], out).returncode == 0  # with the same arguments it is done already
+    stdlib = script("data/python_stdlib/prepare.py", f"--out={out}")
+    others = [stdlib, prepare([text], out, val_fraction=0.2)]
+    os.utime(text, (2e9, 2e9))
+    others.append(prepare([text], out))
+    for p in others:
+        assert p.returncode == 1 and f"{out}: " in p.stderr and "--out" in p.stderr
+        assert p.stderr.count("\n") == 1 and files_of(out) == before
+
+
+def test_a_copy_that_lacks_a_shard_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 20)
+    assert prepare([tmp_path / "a.txt"], tmp_path / "o", shard_tokens=50).returncode == 0
+    assert len(TokenFiles(tmp_path / "o", "train", 10, 257).files) == 4
+    os.remove(tmp_path / "o/x_train_000002.bin")
+    line = refused(TokenFiles, tmp_path / "o", "train", 10, 257)
+    assert "131 of 181 tokens" in line and RECORD in line
+    assert len(TokenFiles(tmp_path / "o", "val", 10, 257).files) == 1
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.uint16), np.dtype(np.uint32)])
+def test_prepare_writes_shards_as_llmc_does(tmp_path, monkeypatch, dtype):
+    """A shard holds exactly so many tokens; none is empty; another read of the header."""
+    monkeypatch.setattr(prepare_py, "MANY", 1)
+    arguments = dict(name="some/x", shard_tokens=4)
+    tokens = prepare_py.Tokens(tmp_path, arguments, dtype, 0.1)
+    for first, count in ((0, 1), (1, 2), (3, 6), (9, 3)):  # 3 shards
+        parts = [np.arange(100, 100 + count), np.arange(first, first + count)]
+        tokens.add(count, (0, first), 0, [part.astype(dtype).tobytes() for part in parts])
+        assert len(list(tmp_path.glob("*_val_*"))) == (first + count) // 4  # as soon as it is full
+    tokens.finish({})
+    magic = {2: (20240520, 1), 4: (20240801, 7)}[dtype.itemsize]
+    for number in (1, 2, 3):
+        raw = (tmp_path / f"x_val_{number:06d}.bin").read_bytes()
+        assert np.frombuffer(raw[:1024], np.int32).tolist() == [*magic, 4] + 253 * [0]
+        assert np.frombuffer(raw[1024:], dtype).tolist() == [*range(4 * number - 4, 4 * number)]
+    assert len(files_of(tmp_path)) == 7  # with train's and prepare.json
+
+
+def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path):
+    """Where documents are long no hash gives val enough of them, however many come."""
+    docs = [letter * (1 << 20) for letter in "abc"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in docs])
+    p = prepare([path], tmp_path / "o", shard_tokens=900_000)
+    assert p.returncode == 0, p.stderr
+    train, val = (np.concatenate(TokenFiles(tmp_path / "o", split, 16, 257).files)
+                  for split in ("train", "val"))
+    assert len(val) == round(0.1 * (2**20 + 1)) and set(val[:-1]) == {97} and val[-1] == 256
+    assert [len(doc) for doc in split_documents(train)] == [2 * 2**20 - len(val) + 1, 2**20]
+
+
+def run_prepare(argv, renames=0, pids=None):
+    """prepare.py; killed when it has renamed so many files. pids gets its workers' ids."""
+    replace = os.replace
+    left = itertools.count(renames, -1)
+
+    def then_killed(*args):
+        replace(*args)
+        if next(left) == 1:
+            pids.write_text(" ".join(map(str, children(os.getpid()))))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    argv = ["prepare.py", *map(str, argv)]
+    with patch.object(sys, "argv", argv), patch.object(os, "replace", then_killed):
+        prepare_py.main()
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return " Z " not in f.read()
+    except OSError:
+        return False
+
+
+def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch):
+    """Whichever file it has just written. Its workers end too."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(prepare_py, "CHUNK", 5000)
+    monkeypatch.setattr(prepare_py, "MANY", 1)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abc \n", k=6000)) for _ in range(6)]
+    rows = [{"text": text} for text in (texts[0], "", *texts[1:4], "", texts[4])]
+    a, b, whole, out = (tmp_path / name for name in ("a.jsonl", "b.txt", "whole", "out"))
+    write_jsonl(a, rows)
+    b.write_text(texts[5])
+    argv = ["x", str(a), str(b), "--tokenizer=bytes", "--shard_tokens=4000", "--val_fraction=0.3",
+            "--workers=1", f"--out={out}"]
+    run_prepare([*argv, f"--out={whole}"])
+    expected = files_of(whole)
+    assert len(expected) == 12  # ten shards, meta.json and prepare.json
+
+    def shards_are_as_expected():
+        shards = {name for name in files_of(out) if name.endswith(".bin")}
+        assert shards and all(files_of(out)[name] == expected[name] for name in shards)
+
+    fsync = os.fsync
+    full = iter([False] * 5 + [True])  # two calls a file
+
+    def fsync_until_full(fd):
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(fd)
+
+    with patch.object(os, "fsync", fsync_until_full):
+        line = refused(run_prepare, argv)
+    assert f"cannot write {out}: No space" in line and "start it again" in line
+    assert not list(out.glob("*.tmp"))
+    shards_are_as_expected()
+
+    assert "limit" in refused(run_prepare, [*argv, "--limit=99"])
+    write_jsonl(a, [{"text": "one more"}, *rows])
+    assert f"{a}: " in refused(run_prepare, argv)
+    write_jsonl(a, rows)
+    shards_are_as_expected()
+
+    workers = tmp_path / "workers"
+    for renames in itertools.count(1):
+        told = (argv, renames, workers)
+        p = multiprocessing.get_context("fork").Process(target=run_prepare, args=told)
+        p.start()
+        p.join(60)
+        if p.exitcode == 0:
+            break
+        assert p.exitcode == -signal.SIGKILL
+        shards_are_as_expected()
+    assert files_of(out) == expected and renames > 4
+    end = time.time() + 20
+    while any(map(is_running, workers.read_text().split())) and time.time() < end:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers.read_text().split()))

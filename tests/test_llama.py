@@ -37,7 +37,8 @@ import checkpoint
 import sample
 import train
 from configurator import load_config, resolve
-from data.loader import TokenFiles, open_tokens, read_meta
+from data.files import open_tokens
+from data.loader import TokenFiles, read_meta
 from data.prepare import encode
 from data.tokenizer import encoder, tokenizer
 from extras import llama

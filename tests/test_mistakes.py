@@ -61,7 +61,7 @@ train.py
   --dataset=nowhere; --dataset=LONG | data/prepare.py
   --dataset=ODD/folder | file of tokens
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again
-  --dataset=ODD/list; --dataset=ODD/text; --dataset=ODD/zero; --dataset=ODD/huge | again
+  --dataset=ODD/list; --dataset=ODD/text; --dataset=ODD/zero | again
   --dataset=ODD/beyond | tokenizer
   --dataset=ODD/short; --block_size=100000 | lower it
   --freeze=nothing; --freeze=. | names look like transformer.
@@ -84,7 +84,7 @@ train.py --init_from=resume --eval_only=True
   --out_dir=ODD/whole --n_embd=60; --out_dir=ODD/whole --block_size=32 | pass --
   --out_dir=ODD/whole --optimizer=muon | --optimizer=adamw
 sample.py
-  --num_samples=0; --temperature=-1; --temperature=nan; --seed=9223372036854775808 | at least
+  --num_samples=0; --temperature=-1; --temperature=nan; --seed=-1 | at least
   --bogus; --top_k=x | argument
   --start=FILE:/nowhere | No such file
   --start=ids:; --start=ids:1,x; --start=ids:1,-2 | ids:1,2,3
@@ -117,7 +117,7 @@ data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/bad.txt; ODD/bad.csv | UTF-8
   ODD/a.md; ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt | .jsonl
   some/dataset | network
-  ODD/a.txt --limit=0; ODD/a.txt --val_fraction=1 | at least 1
+  ODD/a.txt --limit=0; ODD/a.txt --val_fraction=1; ODD/a.txt --shard_tokens=3000000000 | at least 1
   ODD/a.txt --limit=x; ODD/a.txt --bogus | argument
   ODD/a.txt --out=ODD/a.txt; ODD/a.txt --out=/proc/x | --out
   ODD/a.txt --tokenizer=ODD/tokenizer.json | tokenizers
@@ -137,7 +137,7 @@ FILES = {  # in latin-1
     "body.jsonl": '{"body": "x"}\n', "list.jsonl": '{"text": ["a"]}\n',
     # in copies of the toy data
     "list/meta.json": "[1]", "text/meta.json": '{"vocab_size": "67"}',
-    "zero/meta.json": '{"vocab_size": 0}', "huge/meta.json": '{"vocab_size": 1000000000000}',
+    "zero/meta.json": '{"vocab_size": 0}',
     "empty/train.bin": "", "half/train.bin": "\0" * 101, "short/train.bin": "\0" * 32,
     "beyond/train.bin": "\x43\0" * 99}  # tokens of 67
 

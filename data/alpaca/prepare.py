@@ -14,4 +14,4 @@ from data.prepare import main  # noqa: E402
 TEMPLATE = "### Instruction:\n{instruction}\n{input}\n### Response:\n{output}"
 
 if __name__ == "__main__":
-    main("alpaca", "tatsu-lab/alpaca", doc=__doc__, val_fraction=0.01, template=TEMPLATE)
+    main("alpaca", "tatsu-lab/alpaca", doc=__doc__, hash_fraction=0.01, template=TEMPLATE)

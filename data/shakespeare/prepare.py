@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
-from data.shakespeare_char.prepare import main  # noqa: E402
+from data.prepare import write_small  # noqa: E402
+from data.shakespeare_char.prepare import tiny_shakespeare  # noqa: E402
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
-
-def bpe(text):
-    return gpt2_bpe().encode_ordinary, {"vocab_size": 50304, "tokenizer": "gpt2"}
-
-
 if __name__ == "__main__":
-    main("shakespeare", __doc__, bpe)
+    out, train, val = tiny_shakespeare("shakespeare", __doc__)
+    encode = gpt2_bpe().encode_ordinary
+    write_small(out, encode(train), encode(val), vocab_size=50304, tokenizer="gpt2")

@@ -18,22 +18,23 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def characters(text):
-    """(encode: str -> [id], meta): a token for each character of text."""
-    chars = sorted(set(text))
+def main():
+    out, train, val = tiny_shakespeare("shakespeare_char", __doc__)
+    chars = sorted(set(train + val))
     ids = {c: i for i, c in enumerate(chars)}
-    return lambda part: [ids[c] for c in part], {"vocab_size": len(chars), "chars": chars}
+    train = [ids[c] for c in train]
+    val = [ids[c] for c in val]
+    write_small(out, train, val, vocab_size=len(chars), chars=chars)
 
 
-def main(name, doc, tokenizer):
-    """The command line, also data/shakespeare's. tokenizer: as characters()."""
+def tiny_shakespeare(name, doc):
+    """The command line, data/shakespeare's too: (where to write, train's text, val's)."""
     parser = parser_of(doc)
     parser.add_argument("--input", metavar="FILE", help="a local copy; no download")
     args = parser.parse_args()
     text = download(args.input)
-    encode, meta = tokenizer(text)
     end = int(0.9 * len(text))  # nanoGPT's: the last tenth is for validation
-    write_small(args.out or HERE / name, encode(text[:end]), encode(text[end:]), **meta)
+    return args.out or HERE / name, text[:end], text[end:]
 
 
 def download(path):
@@ -54,4 +55,4 @@ def download(path):
 
 
 if __name__ == "__main__":
-    main("shakespeare_char", __doc__, characters)
+    main()

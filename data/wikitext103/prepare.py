@@ -12,5 +12,5 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
 if __name__ == "__main__":
-    options = dict(subset="wikitext-103-raw-v1", val_fraction=0.005)
+    options = dict(subset="wikitext-103-raw-v1", hash_fraction=0.005)
     main("wikitext103", "Salesforce/wikitext", doc=__doc__, **options)

@@ -1,0 +1,106 @@
+"""
+The files of a data set, as prepare.py writes them and loader.py reads them.
+
+Each split (train, val) is one file or shards:
+
+    train.bin                          nanoGPT's: uint16, one token after the other
+    NAME_train_000001.bin, ...         llm.c's: a header, and then uint16 or uint32
+
+A train.bin may have the header too; tokens above 65,535 need it. Beside them lie meta.json
+and prepare.json, which says how they were made; prepare.state for as long as they are not
+all there.
+"""
+
+import glob
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+
+# llm.c's header is 256 int32: a magic number, a version, the number of tokens, and zeros.
+HEADER_BYTES = 256 * 4
+# {type of the tokens: (magic number, version)}
+FORMATS = {
+    np.dtype(np.uint16): (20240520, 1),
+    np.dtype(np.uint32): (20240801, 7),
+}
+STATE = "prepare.state"
+RECORD = "prepare.json"
+
+
+def header(dtype, count):
+    """llm.c's header for `count` tokens, as bytes."""
+    numbers = np.zeros(256, np.int32)
+    numbers[:3] = *FORMATS[dtype], count
+    return numbers.tobytes()
+
+
+def shard_name(name, split, number):
+    return f"{name}_{split}_{number:06d}.bin"
+
+
+def file_pattern(split):
+    """Matches a split's files; the first group is the name of a shard's data set."""
+    return re.compile(rf"{split}\.bin|(.*)_{split}_[^_]+\.bin")
+
+
+def read_record(directory):
+    """What prepare.py has written about the data set, or {}."""
+    path = Path(directory, RECORD)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def open_split(directory, split):
+    """Memory maps of a split's shards, in order, or of its one file. SystemExit if they are
+    not one whole data set."""
+    if os.path.exists(os.path.join(directory, STATE)):
+        raise SystemExit(
+            f"{directory}: prepare.py has not finished here; start it again with the same "
+            "arguments, and it goes on")
+    paths = {}  # {name of a data set: paths}
+    for file in sorted(glob.glob("*.bin", root_dir=directory)):
+        match = file_pattern(split).fullmatch(file)
+        if match:
+            paths.setdefault(match[1], []).append(Path(directory, file))
+    if len(paths) > 1:
+        firsts = ", ".join(of_one[0].name for of_one in paths.values())
+        raise SystemExit(
+            f"{directory}: files of several data sets ({firsts}); leave one of them there")
+    if not paths:
+        open_tokens(Path(directory, f"{split}.bin"))  # it says what is missing
+    _, of_one = paths.popitem()
+    files = [open_tokens(path) for path in of_one]
+    count = sum(map(len, files))
+    prepared = read_record(directory).get("tokens", {}).get(split, count)
+    if count != prepared:
+        raise SystemExit(
+            f"{directory}: {count:,} of {prepared:,} tokens of {split} are here; copy or "
+            f"prepare it again, or delete {RECORD} to do without the others")
+    return files
+
+
+def open_tokens(path):
+    """A memory map of the tokens in path. SystemExit if it is missing or damaged."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        head = np.fromfile(path, np.int32, count=3)
+    except OSError as e:
+        raise SystemExit(
+            f"{path}: {e.strerror}; it must be a file of tokens, made by data/prepare.py or "
+            "by the data set's own prepare.py; or pass another --dataset")
+    dtype = np.dtype(np.uint16)
+    offset = 0
+    count = size // dtype.itemsize
+    for with_header, (magic, _) in FORMATS.items():
+        if len(head) == 3 and head[0] == magic:
+            dtype = with_header
+            offset = HEADER_BYTES
+            count = int(head[2])
+    if count < 1 or size != offset + count * dtype.itemsize:
+        raise SystemExit(
+            f"{path}: {size} bytes for a header of {offset} and {count} tokens of "
+            f"{dtype.itemsize}; it is empty or damaged, prepare it again")
+    return np.memmap(path, dtype, mode="r", offset=offset)
