@@ -1,11 +1,11 @@
 """
-What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows to
-wandb and TensorBoard if asked for.
+What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
+wandb and TensorBoard if you ask for them.
 
     log = Log(cfg, world, saver.out_dir, saver.run_id, step)    # no run_id: only print
     log.count_flops(model)                   # a model on the meta device
     log.step(step, loss, norm, lr, scale)    # every log_interval steps
-    with log.paused(): ...                   # an evaluation is no part of the steps' time
+    with log.paused(): ...                   # leave an evaluation out of the steps' time
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 """
@@ -52,7 +52,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device):
-    """Peak bf16 FLOP/s, None if unknown; by the whole name, since L40 contains L4."""
+    """Peak bf16 FLOP/s; None if unknown. It compares whole names, since L40 contains L4."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -69,7 +69,7 @@ def flops_per_token(model, world):
         with FlopCounterMode(display=False) as counter:
             _, loss = model(idx, idx)
             loss.backward()
-    except Exception as e:  # a shape or a branch depends on values, which meta has not
+    except Exception as e:  # a shape or a branch depends on values, which meta lacks
         print0(world, f"mfu n/a: the model does not run on the meta device ({first_line(e)})")
         return 0
     return counter.get_total_flops() / idx.numel()

@@ -19,7 +19,7 @@ import torch
 
 def make_adamw(params, cfg):
     """AdamW with nanoGPT's two groups, in its order: matrices and embeddings decay, vectors
-    do not. Call it before any forward: that would leave gathered copies as parameters."""
+    do not. Call it before any forward, which leaves gathered copies as parameters."""
     trained = [p for p in params if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]

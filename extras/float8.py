@@ -59,7 +59,7 @@ def linears(model):
 
 
 def scale_each_step(model, optimizer):
-    """After each step, one all-reduce for the scales of all weights, not one a gather."""
+    """Compute the scales of all weights after each step: one all-reduce, not one a gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     def rescale(*args):

@@ -78,14 +78,15 @@ LLAMA3_SCALING = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
-# GPT-2's own code multiplies by W, nn.Linear by W.T, so files have these four transposed.
+# GPT-2's own code multiplies by W, nn.Linear by W.T, so files keep these four transposed.
 TRANSPOSED = (
     "attn.c_attn.weight",
     "attn.c_proj.weight",
     "mlp.c_fc.weight",
     "mlp.c_proj.weight",
 )
-# What an export needs and a checkpoint would lose: where text ends, how chats are written.
+# Files that say where text ends and how chats are written. A checkpoint keeps their text, since
+# an export needs them again.
 KEPT = (
     "config.json",
     "generation_config.json",
@@ -100,7 +101,7 @@ KEPT = (
 
 def open_pretrained(name):
     """The Source of a local directory or of a model on the hub ('gpt2', 'org/model').
-    SystemExit if it is none, or if our models do not compute what it does."""
+    SystemExit if it is not one, or if our models do not compute what it does."""
     safe_open = package("safetensors", f"init_from={name}").safe_open
     path = Path(local_copy("init_from", name, "model*.safetensors*", TOKENIZER, *KEPT))
     places = {}  # {our key: (file, their key)}
@@ -225,7 +226,7 @@ def their_config(source, dtype):
     config["model_type"] = kind
     config["architectures"] = [ARCHITECTURES[kind]["name"]]
     config["dtype"] = dtype
-    # Where text ends, the model says that training began with, if there was one.
+    # If training began with a released model, that says where text ends.
     kept = source.header.get("kept") or {}
     origin = {"bos_token_id": None, "eos_token_id": None}
     if "config.json" in kept:
@@ -235,7 +236,7 @@ def their_config(source, dtype):
         dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
         config.update(dict.fromkeys(dropouts, sizes["dropout"]))
     else:
-        # Rotary positions know no length: a run with a shorter context takes none away.
+        # Rotary positions have no table: a run with a shorter context does not shorten them.
         longest = origin.get("max_position_embeddings") or 0
         config["max_position_embeddings"] = max(sizes["block_size"], longest)
         config["head_dim"] = sizes["head_dim"] or sizes["n_embd"] // sizes["n_head"]

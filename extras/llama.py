@@ -4,7 +4,7 @@ Llama in one file: Llama 1 to 3, TinyLlama, SmolLM2, Qwen3's dense models. `--mo
     python train.py --model=llama config/quickstart.py --n_kv_head=2 --n_inner=344
     python train.py config/finetune_smollm2.py    # from a model in Hugging Face's format
 
-A second model by the contract in model.py, with Hugging Face's names.
+A second model that follows the contract in model.py, with Hugging Face's names.
 
 Sizes: B sequences of T tokens, C = n_embd, nh query heads of hs, nkv key-value heads.
 Architecture: Touvron et al. 2023 (Llama), Dubey et al. 2024 (Llama 3): RMSNorm before
@@ -85,8 +85,8 @@ def rotation(start, T, hs, config, device):
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (x[i], x[i + hs / 2]) of x (B, nh, T, hs) by its angle. These are
-    Hugging Face's pairs. In Meta's own files neighbours are a pair."""
+    """Turn each pair (x[i], x[i + hs / 2]) of x (B, nh, T, hs) by its angle. Hugging Face
+    pairs them so; Meta's own files pair neighbours."""
     a, b = x.float().chunk(2, dim=-1)  # (B, nh, T, hs / 2) each
     turned_a = a * cos - b * sin
     turned_b = b * cos + a * sin

@@ -7,8 +7,8 @@ A mixture of experts in one file: a GPT with several MLPs, experts, in each bloc
 A router sends each token to the n_active best of n_expert experts, and adds up what they
 answer. In training a second term of the loss keeps the experts about equally busy.
 
-Every expert computes every token, and what was not asked for is multiplied by 0. That
-takes n_expert / n_active times the products. But no shape depends on the data, so the
+Every expert computes every token, and the answers that nobody asked for are multiplied by 0.
+That takes n_expert / n_active times the products. But no shape depends on the data, so the
 model compiles and can be planned, and every expert gets a gradient from every batch. Large
 models sort the tokens by expert instead, and put the experts on different GPUs.
 
