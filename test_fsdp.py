@@ -399,7 +399,7 @@ def test_mechanisms_checkpointed_activations_are_recomputed(tmp):
 def case_calls(tmp, strategy):
     """Names of what is compiled, prefetches what in forward and backward, and is offloaded."""
     ahead = "set_modules_to_{}_prefetch"
-    with (patch.object(torch, "compile", wraps=lambda function: function) as compiled,
+    with (patch.object(torch, "compile", wraps=lambda f, **options: f) as compiled,
           patch.object(FSDPModule, ahead.format("forward"), autospec=True) as forward,
           patch.object(FSDPModule, ahead.format("backward"), autospec=True) as backward,
           patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as shard,
