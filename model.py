@@ -149,14 +149,6 @@ class GPT(nn.Module):
         cross-entropy in fp32. Without: logits (B, 1, V) of the last position, and None.
         cache: a sample.KVCache for each block; once they hold something, idx is one token.
         """
-        x = self.embed(idx, cache)
-        for i, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache[i])
-        x = self.transformer.ln_f(x)
-        return self.predict(x, targets)
-
-    def embed(self, idx, cache=None):
-        """idx (B, T) -> what the first block is given (B, T, C)."""
         past = 0 if cache is None else cache[0].length
         T = idx.size(1)
         if past + T > self.config.block_size:
@@ -164,10 +156,10 @@ class GPT(nn.Module):
                 f"{past + T} tokens do not fit block_size={self.config.block_size}")
         pos = torch.arange(past, past + T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        return self.transformer.drop(x)
-
-    def predict(self, x, targets):
-        """What the last norm returns (B, T, C) -> (logits, loss), as forward's."""
+        x = self.transformer.drop(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, None if cache is None else cache[i])
+        x = self.transformer.ln_f(x)
         if targets is None:
             last = x[:, [-1], :]  # (B, 1, C): generation needs no other
             return self.lm_head(last), None

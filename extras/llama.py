@@ -42,9 +42,7 @@ class LlamaConfig:
         may_be_0 = ("head_dim", "norm_eps", "tie_embeddings", "qk_norm")
         for key in LlamaConfig.__dataclass_fields__:
             value = getattr(self, key)
-            least = 1
-            if key in may_be_0:
-                least = 0
+            least = 0 if key in may_be_0 else 1
             if value < least:
                 raise ValueError(f"{key}={value} must be at least {least}")
         if not self.head_dim and self.n_embd % self.n_head:
@@ -68,8 +66,7 @@ def rotation(start, T, hs, config, device):
     Each block computes them in each forward. A table would be a buffer, and an argument of
     the block would be cast to bf16 by FSDP's policy.
     """
-    even = torch.arange(0, hs, 2, device=device).float()
-    exponent = even / hs
+    exponent = torch.arange(0, hs, 2, device=device).float() / hs
     frequency = 1.0 / config.rope_theta**exponent  # (hs / 2,), in radians a token
     if config.rope_factor > 1:
         # Llama 3 was trained with 8,192 tokens. Llama 3.1 stretches the wavelengths that
@@ -77,8 +74,7 @@ def rotation(start, T, hs, config, device):
         # between.
         turns = 8192 * frequency / (2 * math.pi)
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
-        stretched = (1 - keep) * frequency / config.rope_factor
-        frequency = stretched + keep * frequency
+        frequency = (1 - keep) * frequency / config.rope_factor + keep * frequency
     position = torch.arange(start, start + T, device=device).float()
     angle = position[:, None] * frequency  # (T, hs / 2)
     return angle.cos(), angle.sin()
@@ -88,9 +84,7 @@ def rotate(x, cos, sin):
     """Turn each pair (x[i], x[i + hs / 2]) of x (B, nh, T, hs) by its angle. Hugging Face
     pairs them so; Meta's own files pair neighbours."""
     a, b = x.float().chunk(2, dim=-1)  # (B, nh, T, hs / 2) each
-    turned_a = a * cos - b * sin
-    turned_b = b * cos + a * sin
-    turned = torch.cat((turned_a, turned_b), dim=-1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return turned.type_as(x)
 
 
@@ -100,15 +94,13 @@ class Attention(nn.Module):
         self.config = config
         C = config.n_embd
         hs = head_size(config)
-        of_queries = config.n_head * hs
-        of_keys = config.n_kv_head * hs
-        self.q_proj = nn.Linear(C, of_queries, bias=False)
-        self.k_proj = nn.Linear(C, of_keys, bias=False)
-        self.v_proj = nn.Linear(C, of_keys, bias=False)
+        self.q_proj = nn.Linear(C, config.n_head * hs, bias=False)
+        self.k_proj = nn.Linear(C, config.n_kv_head * hs, bias=False)
+        self.v_proj = nn.Linear(C, config.n_kv_head * hs, bias=False)
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(hs, config.norm_eps)
             self.k_norm = nn.RMSNorm(hs, config.norm_eps)
-        self.o_proj = nn.Linear(of_queries, C, bias=False)
+        self.o_proj = nn.Linear(config.n_head * hs, C, bias=False)
 
     def forward(self, x, cache=None):
         B, T, C = x.size()
@@ -130,8 +122,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         y = attend(q, k, v, dropout=0.0)  # (B, nh, T, hs)
-        y = y.transpose(1, 2)
-        y = y.reshape(B, T, -1)  # heads side by side: (B, T, nh hs)
+        y = y.transpose(1, 2).reshape(B, T, -1)  # heads side by side: (B, T, nh hs)
         return self.o_proj(y)
 
 
@@ -139,10 +130,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        inner = config.n_inner
-        self.gate_proj = nn.Linear(C, inner, bias=False)
-        self.up_proj = nn.Linear(C, inner, bias=False)
-        self.down_proj = nn.Linear(inner, C, bias=False)
+        self.gate_proj = nn.Linear(C, config.n_inner, bias=False)
+        self.up_proj = nn.Linear(C, config.n_inner, bias=False)
+        self.down_proj = nn.Linear(config.n_inner, C, bias=False)
 
     def forward(self, x):
         gate = F.silu(self.gate_proj(x))  # (B, T, n_inner)
@@ -152,10 +142,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        C = config.n_embd
-        self.input_layernorm = nn.RMSNorm(C, config.norm_eps)  # fp32 inside
+        self.input_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)  # fp32 inside
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(C, config.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x, cache=None):
@@ -169,14 +158,12 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.loss_chunks = 0  # as the key of this name: see head_loss in model.py
-        V = config.vocab_size
-        C = config.n_embd
         self.model = nn.ModuleDict(dict(
-            embed_tokens=nn.Embedding(V, C),
+            embed_tokens=nn.Embedding(config.vocab_size, config.n_embd),
             layers=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            norm=nn.RMSNorm(C, config.norm_eps),
+            norm=nn.RMSNorm(config.n_embd, config.norm_eps),
         ))
-        self.lm_head = nn.Linear(C, V, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -195,11 +182,12 @@ class Llama(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, None if cache is None else cache[i])
         x = self.model.norm(x)
-        return self.predict(x, targets)
+        if targets is None:
+            last = x[:, [-1], :]  # (B, 1, C): generation needs no other
+            return self.lm_head(last), None
+        return self.head_loss(x, targets)
 
-    # These use lm_head and loss_chunks only.
-    predict = GPT.predict
-    head_loss = GPT.head_loss
+    head_loss = GPT.head_loss  # it uses lm_head and loss_chunks
 
     def initial_value(self, name, shape, seed):
         """As GPT's, with smaller values at the ends of residual branches. (transformers

@@ -24,7 +24,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import GPT, Block, GPTConfig, normal
+from model import GPT, CausalSelfAttention, GPTConfig, normal
 
 
 @dataclass
@@ -50,41 +50,36 @@ class Experts(nn.Module):
         self.router = nn.Linear(C, E, bias=False)
         # Stacks of E matrices (out, in). FSDP cuts them between experts, so with more ranks
         # than experts some ranks keep none.
-        inner = 2 * C
-        self.c_fc = nn.Parameter(torch.empty(E, inner, C))
-        self.c_proj = nn.Parameter(torch.empty(E, C, inner))
+        self.c_fc = nn.Parameter(torch.empty(E, 2 * C, C))
+        self.c_proj = nn.Parameter(torch.empty(E, C, 2 * C))
 
     def forward(self, x):
         """x (B, T, C) -> the experts' answer (B, T, C), and how unbalanced they are."""
-        E = self.config.n_expert
-        n_active = self.config.n_active
-        scores = self.router(x).float()
-        chances = scores.softmax(dim=-1)  # (B, T, E); in fp32
-        best = chances.topk(n_active, dim=-1)  # (B, T, n_active)
+        chances = self.router(x).float().softmax(dim=-1)  # (B, T, E); in fp32
+        best = chances.topk(self.config.n_active, dim=-1)  # (B, T, n_active)
         weights = torch.zeros_like(chances)  # 0 for the others
         weights = weights.scatter(-1, best.indices, best.values)  # (B, T, E)
         answer = 0
-        for e in range(E):
-            y = F.linear(x, self.c_fc[e])  # (B, T, 2 C)
-            y = F.gelu(y)
+        for e in range(self.config.n_expert):
+            y = F.gelu(F.linear(x, self.c_fc[e]))  # (B, T, 2 C)
             y = F.linear(y, self.c_proj[e])  # (B, T, C)
-            weight = weights[..., e, None]  # (B, T, 1)
-            weight = weight.to(y.dtype)
-            answer = answer + y * weight
+            answer = answer + y * weights[..., e, None].to(y.dtype)
 
         # 1 if all experts are equally busy, more if few do most. The share of the tokens is
         # a count and has no gradient: it says how hard to push down an expert's chance.
-        asked = (weights > 0).float()
-        share = asked.mean(dim=(0, 1)) / n_active  # (E,)
+        share = (weights > 0).float().mean(dim=(0, 1)) / self.config.n_active  # (E,)
         chance = chances.mean(dim=(0, 1))  # (E,)
-        unbalanced = E * (share * chance).sum()
+        unbalanced = self.config.n_expert * (share * chance).sum()
         return answer, unbalanced
 
 
-class MoEBlock(Block):
+class Block(nn.Module):
     def __init__(self, config):
-        super().__init__(config)
-        self.mlp = Experts(config)  # instead of GPT's
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = Experts(config)
 
     def forward(self, x, cache=None):
         x = x + self.attn(self.ln_1(x), cache)
@@ -95,30 +90,32 @@ class MoEBlock(Block):
 class MoE(GPT):
     def __init__(self, config):
         super().__init__(config)
-        blocks = [MoEBlock(config) for _ in range(config.n_layer)]
+        blocks = [Block(config) for _ in range(config.n_layer)]
         self.transformer.h = nn.ModuleList(blocks)  # instead of GPT's
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) token ids -> (logits, loss), as GPT's; in training with the second term."""
-        x = self.embed(idx, cache)
-        total = 0.0
+        past = 0 if cache is None else cache[0].length
+        pos = torch.arange(past, past + idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        x = self.transformer.drop(x)
+        unbalanced = 0.0
         for i, block in enumerate(self.blocks):
-            x, unbalanced = block(x, None if cache is None else cache[i])
-            total = total + unbalanced
+            x, of_block = block(x, None if cache is None else cache[i])
+            unbalanced = unbalanced + of_block
         x = self.transformer.ln_f(x)
-        logits, loss = self.predict(x, targets)
-        # An evaluation reports the cross-entropy alone.
-        if self.training and targets is not None:
-            loss = loss + self.config.balance * total / self.config.n_layer
+        if targets is None:
+            last = x[:, [-1], :]  # (B, 1, C): generation needs no other
+            return self.lm_head(last), None
+        logits, loss = self.head_loss(x, targets)
+        if self.training:  # an evaluation reports the cross-entropy alone
+            loss = loss + self.config.balance * unbalanced / self.config.n_layer
         return logits, loss
 
     def matrices(self):
         """What Muon updates: the experts' stacks and attention, not the router."""
-        found = []
-        for name, p in self.blocks.named_parameters():
-            if p.dim() >= 2 and "router" not in name:
-                found.append(p)
-        return found
+        params = self.blocks.named_parameters()
+        return [p for name, p in params if p.dim() >= 2 and "router" not in name]
 
     def initial_value(self, name, shape, seed):
         """As GPT's, for stacks too."""
