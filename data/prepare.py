@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import zlib
@@ -165,7 +166,7 @@ def encode(texts, tokenizer, dtype, val_fraction):
 def tokenize(docs, workers, *how):
     """Yield (number of documents, place and checksum of the last, their tokens) for each
     chunk of docs, in order. how: encode's other arguments."""
-    with ProcessPoolExecutor(workers, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, initializer=end_as_prepare_ends) as pool:
         def submit(texts, place):
             tokens = pool.submit(encode, texts, *how)
             return len(texts), place, checksum(texts[-1]), tokens
@@ -179,12 +180,14 @@ def tokenize(docs, workers, *how):
             pending += islice(submitted, 1)
 
 
-def end_with_parent():
-    """In a worker: when prepare.py is killed it would wait for its next chunk for ever."""
+def end_as_prepare_ends():
+    """In a worker: leave Ctrl-C to prepare.py. When that is killed end too, for no chunk
+    will come any more."""
     def wait():
         parent_process().join()
         os._exit(1)
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -367,6 +370,8 @@ def writing(out):
         out.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out).close()  # if it cannot be written, that is known at once
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(f"{out}: stopped; start it again, and it goes on")
     except OSError as e:
         reason = e.strerror or e
         raise SystemExit(
@@ -488,8 +493,8 @@ def documents_left(args, tokens):
     # Read the last one again, to see that it is what it was.
     source, row = tokens.place
     docs = documents(*what, source, row - 1)
-    _, text = next(docs, (None, ""))
-    if checksum(text) != tokens.checksum:
+    place, text = next(docs, ((), ""))
+    if [*place, checksum(text)] != [source, row, tokens.checksum]:
         raise SystemExit(
             f"{args.source[source]}: not what it was when {tokens.out} was begun; delete "
             "that to begin again, or pass another --out")

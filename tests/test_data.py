@@ -444,19 +444,14 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
         shards = {name for name in files_of(out) if name.endswith(".bin")}
         assert shards and all(files_of(out)[name] == expected[name] for name in shards)
 
-    fsync = os.fsync
-    full = iter([False] * 5 + [True])  # two calls a file
-
-    def fsync_until_full(fd):
-        if next(full, False):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(fd)
-
-    with patch.object(os, "fsync", fsync_until_full):
-        line = refused(run_prepare, argv)
-    assert f"cannot write {out}: No space" in line and "start it again" in line
-    assert not list(out.glob("*.tmp"))
-    shards_are_as_expected()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error, remedy in ((full, f"cannot write {out}: No space"), (KeyboardInterrupt, "stopped")):
+        # in the third file; two calls a file
+        with patch.object(os, "fsync", side_effect=[None] * 4 + [error]):
+            line = refused(run_prepare, argv)
+        assert remedy in line and "start it again" in line
+        assert not list(out.glob("*.tmp"))
+        shards_are_as_expected()
 
     assert "limit" in refused(run_prepare, [*argv, "--limit=99"])
     write_jsonl(a, [{"text": "one more"}, *rows])
