@@ -234,7 +234,7 @@ class Tokens:
         with open(self.out / STATE, "rb") as f:
             state = json.loads(f.readline())
             for tokens, size in zip(self.waiting.values(), state.pop("waiting")):
-                tokens += f.read(size)
+                tokens.extend(f.read(size))
         for key, value in state["arguments"].items():
             if value != self.arguments[key]:
                 raise SystemExit(
@@ -246,12 +246,16 @@ class Tokens:
 
     def add(self, documents, place, checksum, parts):
         """Take what tokenize() yields, and write the shards that are full."""
+        both = list(zip(self.waiting.values(), parts))
+        full = any(len(tokens) + len(more) >= self.shard_bytes for tokens, more in both)
+        if full and not any(self.shards.values()):
+            self.save()  # a start after a kill must know whose the first shard is
+        for tokens, more in both:
+            tokens.extend(more)
         self.documents += documents
         self.place = place
         self.checksum = checksum
-        for tokens, more in zip(self.waiting.values(), parts):
-            tokens += more
-        if max(map(len, self.waiting.values())) < self.shard_bytes:
+        if not full:
             return
         self.hold_out()
         for split, tokens in self.waiting.items():
@@ -266,7 +270,7 @@ class Tokens:
         if any(self.shards.values()) or min(len(train), len(val)) >= MANY * width:
             return
         # First all to train. What the hash held out comes last, and so stays held out.
-        train += val
+        train.extend(val)
         count = len(train) // width
         if count < 2:
             raise SystemExit(
@@ -496,8 +500,8 @@ def documents_left(args, tokens):
     place, text = next(docs, ((), ""))
     if [*place, checksum(text)] != [source, row, tokens.checksum]:
         raise SystemExit(
-            f"{args.source[source]}: not what it was when {tokens.out} was begun; delete "
-            "that to begin again, or pass another --out")
+            f"{args.source[source]}: not what it was when {tokens.out} was begun; delete the "
+            "files there to begin again, or pass another --out")
     return docs
 
 
