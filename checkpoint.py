@@ -434,7 +434,7 @@ class Saver:
         """Write out_dir/<name>; or out_dir/step-<n> in the background, as soon as the rows are
         copied. If that fails, `look` says so."""
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        self.look(wait=True)  # for the one before: else this one's NaN could end the run first
+        self.look(wait=True)  # for the one before, which NaN in this one would cut off
         tensors = flat_state(model, optimizer)
         require_finite_state(tensors, self.world, step)
         names = {p: name for name, p in model.named_parameters()}
@@ -540,8 +540,8 @@ class Saver:
         self.look(wait=True)
         if self.failed:
             raise SystemExit(
-                f"the last save in {self.cfg.out_dir} failed: mend what the line above names, "
-                "and continue from the checkpoint before it by --init_from=auto")
+                f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
+                "continue from the checkpoint before it with --init_from=auto")
 
 
 def remove_sharded(path):

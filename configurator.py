@@ -175,10 +175,11 @@ def config_class(model):
             raise SystemExit(
                 f"{key} must be an int, float, bool, str or Literal, with a default "
                 "(and the file without from __future__ import annotations)")
-    this_model = ("model", str, model)  # the default of the key `model`
-    # No key, but the names of the keys that files and flags have set.
-    given = ("given", list, field(default_factory=list))
-    return make_dataclass("RunConfig", [this_model, given], bases=(Config, model_keys))
+    own = [
+        ("model", str, model),  # the default of this key
+        ("given", list, field(default_factory=list)),  # no key: those that files and flags set
+    ]
+    return make_dataclass("RunConfig", own, bases=(Config, model_keys))
 
 
 def model_config(cfg):

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import configurator
@@ -158,7 +157,8 @@ def parallelize(model, cfg, world):
 
 def unwrap(wrapped):
     """The model inside DDP. In every other mode what is called is the model itself."""
-    return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    is_ddp = isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    return wrapped.module if is_ddp else wrapped
 
 
 def make_optimizer(model, cfg):

@@ -720,11 +720,14 @@ def test_run_that_is_refused_leaves_everything_as_it_was(tmp, tmp_path, monkeypa
 
 
 def test_run_has_the_lock_before_it_chooses_a_checkpoint(tmp, tmp_path):
-    """The other run would remove what this one has chosen."""
+    """The other run would remove what this one has chosen. The line names that run, and none of
+    those before it."""
+    locked(tmp_path).lock_file.close()
     running = locked(tmp_path)
     cfg = load_config(arguments(tmp, tmp_path, init_from="auto"))
     with patch.object(checkpoint, "find") as find:
-        assert "in use" in refused(train.train, cfg)
+        line = refused(train.train, cfg)
+    assert "in use" in line and line.count("process ") == 1
     find.assert_not_called()
     running.lock_file.close()
 

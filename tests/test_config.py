@@ -16,7 +16,16 @@ import torch
 from harness import HERE, of_ours, refused, script, tiny
 
 import train
-from configurator import Config, best_dtype, config_class, load_config, resolve, with_model
+from configurator import (
+    NUMBERS,
+    Config,
+    best_dtype,
+    config_class,
+    differences,
+    load_config,
+    resolve,
+    with_model,
+)
 from ranks import World
 
 # ---------- files and flags ---------------------------------------------------
@@ -25,8 +34,9 @@ from ranks import World
 def test_config_order_and_types(tmp_path):
     """Left to right; a file may compute with what came before it."""
     path = tmp_path / "c.py"
-    path.write_text("import time\nmax_iters = 10\nlr_decay_iters = max_iters * 2\nlearning_rate = 1"
-                    "\nwarmup_iters = n_layer\nwandb_run_name = 'x' + str(time.time())\n")
+    path.write_text("import time\ndef helper(): ...\nmax_iters = 10\nlr_decay_iters = max_iters * 2"
+                    "\nlearning_rate = 1\nwarmup_iters = n_layer\n"
+                    "wandb_run_name = 'x' + str(time.time())\n")
     cfg = load_config(["--max_iters=1e4", "--n_layer=4", str(path), "--n_layer=3",
                        "--wandb_project=a=b", "--bias=true"])
     got = cfg.max_iters, cfg.lr_decay_iters, cfg.warmup_iters, cfg.n_layer, cfg.wandb_project
@@ -67,6 +77,24 @@ def text_of(*patterns):
     paths = [path for pattern in patterns for path in glob.glob(pattern, root_dir=HERE)]
     paths = [path for path in paths if path != "configurator.py"]  # which has all keys
     return "".join(open(os.path.join(HERE, path)).read() for path in paths)
+
+
+# The keys with which a run has the same numbers. (Strategies, types and devices round otherwise.)
+NO_NUMBERS = set("""
+    out_dir init_from checkpoint keep_checkpoints always_save_checkpoint eval_interval eval_iters
+    eval_only log_interval wandb_log wandb_project wandb_run_name tensorboard max_iters device dtype
+    compile backend strategy shard_group_size reduce_dtype wrap_min_params cpu_offload
+    activation_checkpointing activation_offload loss_chunks prefetch_blocks grad_sync""".split())
+REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias"}  # if changed
+
+
+def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
+    rest = {f.name for f in keys("gpt2")} - NO_NUMBERS - REFUSED
+    assert set(NUMBERS) == rest
+    cfg = load_config([])
+    for key in NUMBERS:
+        (line,) = differences({**vars(cfg), key: "other"}, cfg)
+        assert line.startswith(f"{key}=") and "(was 'other')" in line
 
 
 @of_ours

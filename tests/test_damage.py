@@ -117,6 +117,13 @@ def test_damage_anywhere_in_the_header_is_noticed(out):
     assert found(out) == 2
 
 
+def test_damage_of_a_large_file_is_noticed_at_its_beginning_too(tmp_path):
+    """Files are read in pieces."""
+    data = random.Random(6).randbytes(2**24 + 9)
+    (tmp_path / "rows").write_bytes(data)
+    assert checkpoint.checksum(tmp_path / "rows") == zlib.crc32(data)
+
+
 def test_damage_of_metadata_is_noticed_before_anything_is_unpickled(out):
     path = out / NEW / ".metadata"
     path.write_bytes(path.read_bytes() + b" ")

@@ -137,6 +137,18 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
     assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
 
 
+@pytest.mark.parametrize("name, local_rank, device", [
+    ("auto", None, "mps"), ("auto", 0, "cpu"), ("mps", 0, "mps"), ("mps", 1, "refused")])
+def test_ranks_of_a_mac_take_its_gpu_if_they_are_alone(monkeypatch, name, local_rank, device):
+    """One process may use it. Of several, one alone would have it, and the others the CPU."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if device == "refused":
+        assert "--device=cpu" in refused(ranks.pick_device, name, local_rank)
+    else:
+        assert ranks.pick_device(name, local_rank).type == device
+
+
 def waits_for_a_peer(**env):
     ranks.TIMEOUT = timedelta(seconds=2)
     os.environ.update(WORLD_SIZE="2", **env)
