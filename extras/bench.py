@@ -8,8 +8,8 @@ How fast, how large, and where the time goes: train.py's model, optimizer, batch
         --strategies=ddp,shard_grad_op,full_shard
 
 Any file and --key=value of train.py applies. Variants take turns, step by step: machines are
-noisy, so compare the ratios of one run. Memory is the process's: for that of one variant, run
-it alone.
+noisy, so compare the ratios of one run. Each is compiled for its own sizes, as in training.
+Memory is the process's: for that of one variant, run it alone.
 """
 
 import os

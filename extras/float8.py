@@ -22,7 +22,9 @@ def convert(model, device_type, shard_group, tokens):
     else:
         too_old = device_type != "cpu"  # a CPU emulates float8, for tests
     if too_old:
-        raise SystemExit("dtype=float8 needs an H100 or newer; use --dtype=bfloat16")
+        raise SystemExit(
+            "dtype=float8 needs a GPU of compute capability 8.9 or more, such as L4 or H100; use "
+            "--dtype=bfloat16")
     # Backward sums a weight's gradient over the tokens. Emulated on a CPU, any number would do.
     if tokens % 16:
         raise SystemExit(
