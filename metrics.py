@@ -85,6 +85,8 @@ def peak_memory(device):
 
 def require_packages(cfg):
     """SystemExit if one is not here, before the run changes anything on disk."""
+    if cfg.eval_only:
+        return  # it logs nowhere
     if cfg.wandb_log:
         package("wandb", "wandb_log=True")
     if cfg.tensorboard:

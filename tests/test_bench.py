@@ -66,13 +66,14 @@ def test_bench_figures_and_traces(tmp, tmp_path):
 def test_bench_measures_the_machine(monkeypatch):
     """The rate of its products is what PyTorch counts of them, on a machine of 1 GFLOP/s."""
     def timer(statement, num_threads, globals):
+        assert globals["a"].dtype == torch.bfloat16
         with FlopCounterMode(display=False) as counter:
             eval(statement, globals)
         measured = SimpleNamespace(median=counter.get_total_flops() / 1e9)
         return SimpleNamespace(blocked_autorange=lambda min_run_time: measured)
 
     monkeypatch.setattr(bench, "Timer", timer)
-    assert bench.matmul_rate(torch.device("cpu"), torch.float32) == pytest.approx(1e9)
+    assert bench.matmul_rate(torch.device("cpu"), torch.bfloat16) == pytest.approx(1e9)
 
 
 def test_bench_starts_as_train_does_with_threads_for_what_is_offloaded(monkeypatch):

@@ -118,6 +118,8 @@ def test_float8_is_for_the_blocks_matrices_that_fit():
     gpt = plain_gpt(n_embd=48)
     assert len(float8.linears(gpt)) == 12 and gpt.lm_head not in float8.linears(gpt)
     assert float8.linears(plain_gpt()) == []  # 30 wide
+    one = torch.nn.ModuleList(torch.nn.Linear(*sizes) for sizes in ((16, 24), (24, 16), (32, 48)))
+    assert float8.linears(SimpleNamespace(blocks=one)) == [one[2]]
 
 
 def test_float8_is_refused_where_it_cannot_be(monkeypatch):

@@ -234,6 +234,7 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     theirs = make_hf(hf_dir, "smollm2", vocab_size=320, eos_token_id=end, bos_token_id=0)  # padded
     transformers.GenerationConfig(eos_token_id=[end, 7], max_new_tokens=9).save_pretrained(hf_dir)
     (hf_dir / "tokenizer_config.json").write_text(json.dumps(dict(eos_token="</s>")))
+    (hf_dir / "chat_template.jinja").write_text("{{ messages }}")
     chats = "".join(json.dumps(dict(q=s, a=s[::-1])) + "\n" for s in SENTENCES)
     (tmp_path / "chats.jsonl").write_text(chats)
     prepare(tmp_path / "chats.jsonl", tmp_path / "made", hf_dir, r"--template=Q: {q}\nA: {a}",
@@ -264,7 +265,8 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     # it stops where theirs stops, and reads as far, though it was trained on 32 tokens
     for key in ("eos_token_id", "bos_token_id", "max_position_embeddings"):
         assert getattr(model.config, key) == getattr(theirs.config, key)
-    for file in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+    for file in ("generation_config.json", "tokenizer_config.json", "tokenizer.json",
+                 "chat_template.jinja"):
         assert (back / file).read_text() == (hf_dir / file).read_text()
 
     for source in (f"--out_dir={out}", f"--init_from={back}"):  # it has a tokenizer too

@@ -14,11 +14,10 @@ pytest.importorskip("extras.moe")
 
 
 @pytest.mark.parametrize("n_expert, n_active", [(4, 2), (5, 1), (3, 3)])
-@torch.no_grad()
 def test_moe_asks_the_best_experts_of_each_token(tmp, n_expert, n_active):
     cfg = tiny(tmp, model="moe", n_expert=n_expert, n_active=n_active)
     experts = plain_model(cfg).blocks[1].mlp
-    experts.router.weight.normal_()
+    experts.router.weight.data.normal_()
     x = torch.randn(2, 16, 30)
     answer, unbalanced = experts(x)
     chances = (x @ experts.router.weight.T).softmax(-1)
@@ -32,8 +31,19 @@ def test_moe_asks_the_best_experts_of_each_token(tmp, n_expert, n_active):
         assert torch.allclose(got, expected, atol=1e-5)
     balance = n_expert * (asked / asked.sum() * chances.mean((0, 1))).sum()
     assert unbalanced.item() == pytest.approx(balance.item(), rel=1e-5)
-    experts.router.weight.zero_()
+    # a busy expert's chance is pushed down
+    pushed, expected = (torch.autograd.grad(loss, experts.router.weight, retain_graph=True)[0]
+                        for loss in (unbalanced, balance))
+    assert torch.allclose(pushed, expected, rtol=1e-3, atol=1e-7)
+    experts.router.weight.data.zero_()
     assert experts(x)[1].item() == pytest.approx(1)  # all chances are equal
+
+
+def test_moe_initial_values_are_smaller_at_the_ends_of_residual_branches(tmp):
+    model = plain_model(tiny(tmp, model="moe", n_expert=8))
+    for name, p in model.blocks[1].mlp.named_parameters():
+        std = 0.02 / 6**0.5 if name == "c_proj" else 0.02
+        assert abs(p.std().item() / std - 1) < 0.1, name
 
 
 def test_moe_loss_in_training_has_the_blocks_mean_imbalance_as_its_second_term(tmp):

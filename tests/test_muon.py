@@ -36,6 +36,7 @@ from harness import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 from extras import muon
+from optimizer import allocate_state
 
 MUON = dict(optimizer="muon", momentum=0.9, weight_decay=0.3)
 ZERO3 = dict(strategy="full_shard")
@@ -175,6 +176,13 @@ def test_muon_takes_what_the_model_says_and_a_stack_is_matrices(tmp):
 def test_muon_without_a_matrix_is_refused(tmp):
     line = refused(built, tmp, strategy="single", freeze=r"h\.", **MUON)
     assert "--optimizer=adamw" in line and "freeze" in line
+
+
+def test_muon_state_can_be_allocated_and_a_zero_gradient_moves_nothing(tmp):
+    run = built(tmp, strategy="single", **MUON)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    allocate_state(run.optimizer)
+    assert all(map(torch.equal, before, run.model.parameters()))
 
 
 def test_muon_divides_the_work_by_cost():

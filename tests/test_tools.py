@@ -184,7 +184,10 @@ def test_tools_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, ca
     monkeypatch.setattr(metrics.time, "time", lambda: 7.0)
     log.step(0, 4.0, 1.0, 1e-3, None)
     assert "time 2000.00ms, mfu 10.00%, 192 tok/s" in capsys.readouterr().out
-    assert read_metrics(tmp_path)[0]["mfu"] == pytest.approx(0.1)
+    monkeypatch.setattr(metrics.time, "time", lambda: 11.0)
+    log.step(1, 4.0, 1.0, 1e-3, None)
+    rows = [(row["mfu"], row["time_ms"], row["wall_s"]) for row in read_metrics(tmp_path)]
+    assert rows == [pytest.approx((0.1, 2e3, 2)), pytest.approx((0.05, 4e3, 6))]  # in all: 6 s
 
 
 @pytest.mark.parametrize("name, peak", [

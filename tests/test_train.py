@@ -14,8 +14,7 @@ import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import patch
 
