@@ -34,6 +34,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+
+if os.environ.get("SIM_GPUS"):
+    import simgpu  # noqa: F401  before torch, which then has so many simulated GPUs
+
 import torch
 import torch.distributed as dist
 

@@ -1,0 +1,1289 @@
+/*
+A CUDA device that is not there.
+
+PyTorch's core knows nothing of CUDA. It asks for it in a few places, and a library that is loaded
+before PyTorch can answer there. This file does:
+
+    1. time lines     what streams, events and the host have waited for
+    2. memory         of the devices, and pinned; who has touched it last
+    3. copies         between host and device, which arrive late
+    4. kernels        a CPU's, on the same bytes
+    5. attention      flash and memory-efficient, by the CPU's flash kernel
+    6. collectives    on a stream of their own, while gloo moves the bytes
+    7. answers        device guard, hooks, generator: what PyTorch asks
+
+A tensor on "cuda" has CUDA's device and CUDA's dispatch keys, so autograd, autocast, FSDP and DDP
+treat it as one. Its bytes are in host memory. An operation on it reaches the dispatcher's CUDA key,
+where one function for all operations (section 4) runs the CPU's kernel on those bytes. So the
+numbers are real.
+
+The host runs everything at once, in the order in which it is called. A GPU would not. What might
+have come in another order is found by vector clocks (section 1), as race detectors do: no luck is
+needed, and one run shows each race of that run.
+
+Built by build.py, loaded by __init__.py. It needs no header of Python's: the two talk by ctypes,
+and by a few operations named simgpu::*.
+*/
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace simgpu {
+using namespace c10;
+using at::Tensor;
+using torch::jit::Stack;
+
+static int number_of_devices() {
+  static const char* n = getenv("SIM_GPUS");
+  return n ? std::max(1, atoi(n)) : 1;
+}
+
+// State is made once and never destroyed: threads of PyTorch's still free tensors while a process
+// ends. One lock guards all of it. It is never held while Python or a kernel is called.
+static std::mutex& lock = *new std::mutex;
+using Locked = std::lock_guard<std::mutex>;
+
+// What Python hears: "race", "wait", "copy" and "free" (see Event in __init__.py). It returns 1 to
+// forbid what happens, as torch.cuda.set_sync_debug_mode("error") does.
+using Listener = int (*)(const char* kind, const char* what, int64_t bytes, int host_waits);
+static Listener listener = nullptr;
+static void tell(const char* kind, const std::string& what, int64_t bytes = 0, bool waits = false) {
+  if (listener && listener(kind, what.c_str(), bytes, waits))
+    TORCH_CHECK(false, "called a synchronizing CUDA operation: ", what);
+}
+static void tell_races(const std::vector<std::string>& races) {
+  for (auto& race : races) tell("race", race);
+}
+
+// ---------- 1. time lines: what streams, events and the host have waited for ----------------------
+//
+// Each stream counts its operations. A time line says how far along each stream one may look: entry
+// s = 7 means "the first seven operations of stream s lie before me". A stream is a time line; an
+// event is a copy of one; what the host has waited for is one too. To wait is to take the larger of
+// each entry, and nothing else in this file orders anything.
+
+using StreamId = int64_t;  // of all devices
+struct TimeLine {
+  std::map<StreamId, uint64_t> seen;
+  double seconds = 0;  // when it is so far, if operations are priced (simgpu.clock)
+
+  void wait_for(const TimeLine& other) {
+    for (auto& [stream, count] : other.seen) seen[stream] = std::max(seen[stream], count);
+    seconds = std::max(seconds, other.seconds);
+  }
+  bool knows(StreamId stream, uint64_t count) const {
+    auto it = seen.find(stream);
+    return it != seen.end() && it->second >= count;
+  }
+};
+static auto& streams = *new std::map<StreamId, TimeLine>;
+static auto& host = *new TimeLine;
+
+static constexpr int64_t STREAMS_OF_A_DEVICE = 1'000'000;
+static constexpr int64_t POOL = 32;  // PyTorch, too, hands out 32 streams of a device, round robin
+static thread_local DeviceIndex current_device = 0;  // a new thread's is GPU 0, as CUDA's
+static thread_local std::map<DeviceIndex, int64_t> current_stream;
+
+static StreamId stream_of(DeviceIndex device, int64_t id) {
+  return device * STREAMS_OF_A_DEVICE + id;
+}
+static StreamId current(DeviceIndex device) { return stream_of(device, current_stream[device]); }
+// A collective runs on a stream of its communicator.
+static constexpr int64_t FIRST_OF_NCCL = 1000;
+static bool is_nccls(StreamId stream) { return stream % STREAMS_OF_A_DEVICE >= FIRST_OF_NCCL; }
+static std::string name_of(StreamId stream) {
+  const auto id = stream % STREAMS_OF_A_DEVICE;
+  const auto what = is_nccls(stream) ? c10::str("NCCL's stream ", id - FIRST_OF_NCCL) :
+      id ? c10::str("stream ", id) : "the default stream";
+  return c10::str(what, " of cuda:", stream / STREAMS_OF_A_DEVICE);
+}
+
+static auto& devices_used = *new std::set<DeviceIndex>;  // a context on each: hundreds of MB
+
+// A new operation of a stream: it comes after all that the host has waited for.
+static void launch(StreamId stream, double price = 0) {
+  Locked l(lock);
+  devices_used.insert(stream / STREAMS_OF_A_DEVICE);
+  auto& line = streams[stream];
+  line.wait_for(host);
+  line.seen[stream]++;
+  line.seconds += price;
+}
+
+static void host_waits_for(const TimeLine& line);  // and so gets late copies: section 3
+
+// ---------- 2. memory: of the devices, and pinned; who has touched it last ------------------------
+
+struct Access {
+  size_t begin, end;  // bytes
+  StreamId stream;
+  uint64_t count;  // which operation of the stream
+  bool is_write;
+  const std::string* operation;
+};
+struct Block {
+  size_t size;
+  DeviceIndex device;
+  StreamId stream;  // where it was allocated, and to whom it goes back
+  std::vector<Access> accesses;  // the last ones; older ones lie before these
+  std::set<StreamId> recorded;  // by record_stream
+};
+// Freed on its stream, but another stream had work on it that this one did not wait for.
+struct FreedInUse {
+  TimeLine users;
+  size_t size;
+  std::string operation;
+};
+static auto& blocks = *new std::map<const char*, Block>;
+static auto& freed_in_use = *new std::map<StreamId, std::vector<FreedInUse>>;
+static auto& allocated = *new std::map<DeviceIndex, size_t>;
+static auto& peak = *new std::map<DeviceIndex, size_t>;
+
+
+extern "C" int64_t simgpu_memory_of_a_device;
+int64_t simgpu_memory_of_a_device = int64_t(80) << 30;
+
+static size_t rounded(size_t n) { return (n + 511) / 512 * 512; }  // as PyTorch's allocator does
+
+static Block* block_of(const void* p) {
+  auto it = blocks.upper_bound((const char*)p);
+  if (it == blocks.begin()) return nullptr;
+  --it;
+  return (const char*)p < it->first + it->second.size ? &it->second : nullptr;
+}
+
+static void wait_for_collectives_on(const void* begin, size_t size);  // section 6
+
+// PyTorch's allocator gives freed memory to the next who asks on the same stream, at once. It trusts
+// that whoever used it on another stream has made this stream wait, or has called record_stream.
+static void require_no_user(StreamId stream, size_t size) {
+  std::vector<std::string> races;
+  {
+    Locked l(lock);
+    auto& line = streams[stream];
+    line.wait_for(host);
+    auto& freed = freed_in_use[stream];
+    for (auto& f : freed)
+      for (auto& [user, count] : f.users.seen)
+        if (!line.knows(user, count)) {
+          races.push_back(c10::str(
+              f.size, " bytes of ", name_of(stream), " are freed and given away while ",
+              name_of(user), " may not have finished ", f.operation));
+          break;
+        }
+    freed.clear();
+  }
+  tell_races(races);
+}
+
+static void note_block(void* p, size_t size, Device device) {
+  if (!size) return;
+  const auto stream = current(device.index());
+  require_no_user(stream, size);
+  Locked l(lock);
+  devices_used.insert(device.index());
+  blocks[(char*)p] = Block{size, device.index(), stream, {}, {}};
+  auto& now = allocated[device.index()];
+  now += rounded(size);
+  peak[device.index()] = std::max(peak[device.index()], now);
+}
+
+static void forget_block(void* p) {
+  Block* block;
+  {
+    Locked l(lock);
+    block = block_of(p);
+  }
+  if (!block) return;
+  wait_for_collectives_on(p, block->size);
+  Locked l(lock);
+  FreedInUse freed{{}, block->size, ""};
+  auto& line = streams[block->stream];
+  // NCCL holds on to what its collectives use until somebody waits for them.
+  for (auto& a : block->accesses)
+    if (!line.knows(a.stream, a.count) && !block->recorded.count(a.stream) && !is_nccls(a.stream)) {
+      freed.users.seen[a.stream] = std::max(freed.users.seen[a.stream], a.count);
+      freed.operation = *a.operation;
+    }
+  if (!freed.users.seen.empty()) freed_in_use[block->stream].push_back(freed);
+  allocated[block->device] -= rounded(block->size);
+  blocks.erase((char*)p);
+}
+
+static void require_room(size_t n, DeviceIndex device) {
+  Locked l(lock);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, allocated[device] + rounded(n) <= (size_t)simgpu_memory_of_a_device,
+      "CUDA out of memory. Tried to allocate ", n, " bytes; simulated GPU ", int(device), " has ",
+      simgpu_memory_of_a_device, " bytes, of which ", allocated[device], " are in use");
+}
+
+struct DeviceAllocator final : Allocator {
+  DataPtr allocate(size_t n) override {
+    const Device device(kCUDA, current_device);
+    require_room(n, device.index());
+    if (!n) return {nullptr, device};
+    void* p = aligned_alloc(64, (n + 63) / 64 * 64);
+    TORCH_CHECK_WITH(OutOfMemoryError, p, "host memory is out: ", n, " bytes for a simulated GPU");
+    memset(p, 0xFF, n);  // NaN, and -1: nobody takes it for zeros
+    note_block(p, n, device);
+    return {p, p, &release, device};
+  }
+  static void release(void* p) {
+    forget_block(p);
+    free(p);
+  }
+  void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
+};
+static auto& device_memory = *new DeviceAllocator;
+
+// What a CPU kernel has returned becomes a device's.
+struct Adopted {
+  Storage storage;
+  ~Adopted() { forget_block(storage.mutable_data()); }
+};
+static DataPtr adopt(const Storage& storage, Device device) {
+  require_room(storage.nbytes(), device.index());
+  note_block(storage.mutable_data(), storage.nbytes(), device);
+  return DataPtr(
+      storage.mutable_data(), new Adopted{storage}, [](void* a) { delete (Adopted*)a; }, device);
+}
+
+// Pinned host memory. PyTorch pins powers of two.
+static auto& pinned = *new std::map<const char*, size_t>;
+static size_t pinned_now = 0, pinned_peak = 0;
+static size_t power_of_two(size_t n) {
+  size_t power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+struct PinnedAllocator final : Allocator {
+  DataPtr allocate(size_t n) override {
+    void* p = aligned_alloc(64, (n + 64) / 64 * 64);
+    memset(p, 0xFF, n);
+    Locked l(lock);
+    pinned[(char*)p] = n;
+    pinned_now += power_of_two(n);
+    pinned_peak = std::max(pinned_peak, pinned_now);
+    return {p, p, &release, Device(kCPU)};
+  }
+  static void release(void* p) {
+    {
+      Locked l(lock);
+      pinned_now -= power_of_two(pinned[(char*)p]);
+      pinned.erase((char*)p);
+    }
+    free(p);
+  }
+  void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
+};
+static auto& pinned_memory = *new PinnedAllocator;
+
+static bool is_pinned(const void* p) {
+  Locked l(lock);
+  auto it = pinned.upper_bound((const char*)p);
+  if (it == pinned.begin()) return false;
+  --it;
+  return (const char*)p < it->first + std::max<size_t>(it->second, 1);
+}
+
+// The bytes from the first to the last element of a tensor: {} if it has none.
+struct Bytes {
+  char* begin = nullptr;
+  size_t size = 0;
+};
+static Bytes bytes_of(const Tensor& t) {
+  if (!t.defined() || !t.numel() || !t.has_storage() || !t.storage().data()) return {};
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); i++) last += (t.size(i) - 1) * t.stride(i);
+  auto* begin = (char*)t.storage().mutable_data() + t.storage_offset() * t.itemsize();
+  return {begin, (last + 1) * t.itemsize()};
+}
+
+// Operation number streams[stream].seen[stream] reads or writes a tensor. Returns a sentence if what
+// another stream does there may come before, after or at the same time.
+static void touch(
+    const Tensor& t, bool is_write, StreamId stream, const std::string& operation,
+    std::vector<std::string>& races) {
+  const auto bytes = bytes_of(t);
+  if (!bytes.size) return;
+  Locked l(lock);
+  auto* block = block_of(bytes.begin);
+  if (!block) return;
+  auto& line = streams[stream];
+  const Access now{
+      size_t(bytes.begin), size_t(bytes.begin) + bytes.size, stream, line.seen[stream], is_write,
+      &operation};
+  auto& all = block->accesses;
+  std::string race;
+  for (auto& a : all) {
+    const bool overlaps = a.begin < now.end && now.begin < a.end;
+    if (!overlaps || !(is_write || a.is_write) || line.knows(a.stream, a.count)) continue;
+    race = c10::str(
+        operation, is_write ? " writes" : " reads", " a tensor ", t.sizes(), " ", t.scalar_type(),
+        " on ", name_of(stream), ", which has not waited for ", name_of(a.stream), ", where ",
+        *a.operation, a.is_write ? " writes it" : " reads it");
+  }
+  // Forget what lies before this operation and inside of what it touches: who comes after this one
+  // comes after that, too. A read does not come after other reads, so it replaces its own stream's.
+  all.erase(
+      std::remove_if(
+          all.begin(), all.end(),
+          [&](const Access& a) {
+            const bool inside = now.begin <= a.begin && a.end <= now.end;
+            return inside && (is_write || (!a.is_write && a.stream == stream));
+          }),
+      all.end());
+  all.push_back(now);
+  if (!race.empty()) races.push_back(race);
+}
+
+// ---------- 3. copies: between host and device, which arrive late ---------------------------------
+//
+// From or to pinned memory, and with non_blocking=True, a copy is an operation of a stream like any
+// other: the host goes on. Then the host must not look at what is copied to it, nor change what is
+// copied from it, before it has waited. To the host: until then its memory holds 0xFF (NaN, -1). From
+// the host: at that time the bytes are compared with what they were when the copy was called.
+// Any other copy makes the host wait.
+
+struct Late {
+  StreamId stream;
+  uint64_t count;
+  Tensor on_host;  // keeps the memory, as PyTorch's allocator of pinned memory does
+  char* begin;
+  std::vector<char> bytes;
+  bool to_host;
+  std::string what;
+};
+static auto& late = *new std::vector<Late>;
+static constexpr size_t MOST_LATE = 4096;  // a host that never waits is not this far ahead
+
+// The copy is over: its bytes are there, or those it came from may change. Returns a race.
+static std::string arrive(const Late& copy) {
+  if (copy.to_host) {
+    memcpy(copy.begin, copy.bytes.data(), copy.bytes.size());
+    return "";
+  }
+  if (!memcmp(copy.begin, copy.bytes.data(), copy.bytes.size())) return "";
+  return "the host has changed what is being copied: " + copy.what;
+}
+
+static void host_waits_for(const TimeLine& line) {
+  std::vector<std::string> races;
+  std::vector<Late> arrived;  // whose tensors are freed without the lock
+  {
+    Locked l(lock);
+    host.wait_for(line);
+    std::vector<Late> rest;
+    for (size_t i = 0; i < late.size(); i++) {
+      const bool too_many = late.size() - i > MOST_LATE;
+      auto& to = too_many || host.knows(late[i].stream, late[i].count) ? arrived : rest;
+      to.push_back(std::move(late[i]));
+    }
+    late.swap(rest);
+    for (auto& copy : arrived) races.push_back(arrive(copy));
+  }
+  races.erase(std::remove(races.begin(), races.end(), ""), races.end());
+  tell_races(races);
+}
+
+static void host_waits_for_stream(StreamId stream) {
+  TimeLine line;
+  {
+    Locked l(lock);
+    line = streams[stream];
+  }
+  host_waits_for(line);
+}
+
+// What a copy from the host finds there: this stream may have put it there itself, although the host
+// cannot see it yet (activations that are offloaded and fetched again).
+static std::vector<char> as_the_stream_sees(
+    Bytes from, StreamId stream, std::vector<std::string>& races) {
+  std::vector<char> bytes(from.begin, from.begin + from.size);
+  Locked l(lock);
+  for (auto& copy : late) {
+    auto* begin = std::max(copy.begin, from.begin);
+    auto* end = std::min(copy.begin + copy.bytes.size(), from.begin + from.size);
+    if (!copy.to_host || begin >= end) continue;
+    if (!streams[stream].knows(copy.stream, copy.count))
+      races.push_back(c10::str(
+          "a copy from the host on ", name_of(stream), ", which has not waited for ",
+          name_of(copy.stream), ", where ", copy.what, " goes there"));
+    memcpy(&bytes[begin - from.begin], &copy.bytes[begin - copy.begin], end - begin);
+  }
+  return bytes;
+}
+
+static Tensor host_view(const Tensor& t, bool keep = true);
+static double priced(const std::string& name, const std::vector<Tensor>& tensors);
+static void settle(const Tensor& t) {
+  const auto bytes = bytes_of(t);
+  if (bytes.size) wait_for_collectives_on(bytes.begin, bytes.size);
+}
+
+static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
+  static const std::string name = "copy_";
+  if (!to.numel()) return to;
+  at::AutoDispatchBelowADInplaceOrView below;
+  settle(to);
+  settle(from);
+  const bool crosses = to.is_cuda() != from.is_cuda();
+  // CUDA copies bytes. Another dtype or other strides need a tensor in between: on the device if
+  // non_blocking, else on the host (copy_kernel_cuda in PyTorch's Copy.cu).
+  const bool same_dtype = to.scalar_type() == from.scalar_type();
+  const bool as_bytes = same_dtype && to.sizes() == from.sizes() &&
+      to.strides() == from.strides() && to.is_non_overlapping_and_dense();
+  if (crosses && !as_bytes) {
+    const bool convert_first = from.is_cuda() == non_blocking;
+    Tensor source = from, target = to;
+    if (convert_first) {
+      source = from.to(to.scalar_type()).expand_as(to).contiguous();
+      if (!to.is_contiguous()) target = at::empty_like(to, MemoryFormat::Contiguous);
+    } else {
+      source = from.expand_as(to).contiguous();
+      if (!to.is_contiguous() || !same_dtype)
+        target = at::empty(to.sizes(), to.options().dtype(from.scalar_type()));
+    }
+    copy_(target, source, non_blocking);
+    if (!target.is_same(to)) to.copy_(target, non_blocking);
+    return to;
+  }
+
+  const Device device = from.is_cuda() ? from.device() : to.device();
+  const StreamId stream = current(device.index());
+  launch(stream, priced(name, {from, to}));
+  std::vector<std::string> races;
+  touch(from, false, stream, name, races);
+  touch(to, true, stream, name, races);
+  if (!crosses) {
+    host_view(to).copy_(host_view(from));
+    if (from.device() != to.device())
+      tell("copy", c10::str("from ", from.device(), " to ", to.device()), to.nbytes());
+    tell_races(races);
+    return to;
+  }
+
+  const auto source = bytes_of(from), target = bytes_of(to);
+  const auto& on_host = from.is_cuda() ? to : from;
+  const bool is_pinned_ = is_pinned(on_host.storage().data());
+  const bool waits = !non_blocking || !is_pinned_;
+  const std::string what = c10::str(
+      from.is_cuda() ? "to host " : "to device ", from.sizes(), " ", from.scalar_type(),
+      is_pinned_ ? " pinned" : " pageable", non_blocking ? " non_blocking" : "");
+  tell("copy", what, source.size, waits);
+  Late copy{stream, 0, on_host, (char*)0, {}, from.is_cuda(), what};
+  {
+    Locked l(lock);
+    copy.count = streams[stream].seen[stream];
+  }
+  if (from.is_cuda()) {
+    copy.begin = target.begin;
+    copy.bytes.assign(source.begin, source.begin + source.size);
+    memset(target.begin, 0xFF, target.size);
+  } else {
+    const auto bytes = as_the_stream_sees(source, stream, races);
+    memcpy(target.begin, bytes.data(), bytes.size());
+    copy.begin = source.begin;
+    copy.bytes.assign(source.begin, source.begin + source.size);
+  }
+  {
+    Locked l(lock);
+    late.push_back(std::move(copy));
+  }
+  tell_races(races);
+  if (waits) host_waits_for_stream(stream);
+  return to;
+}
+
+// FSDP copies lists, of which some may be in host memory.
+static void foreach_copy_(at::TensorList to, at::TensorList from, bool non_blocking) {
+  for (size_t i = 0; i < to.size(); i++) {
+    Tensor t = to[i];
+    copy_(t, from[i], non_blocking);
+  }
+}
+
+// ---------- 4. kernels: a CPU's, on the same bytes ------------------------------------------------
+
+static Tensor tensor_of(Storage storage, DispatchKey key, const Tensor& like) {
+  auto t = at::detail::make_tensor<TensorImpl>(
+      std::move(storage), DispatchKeySet(key), like.dtype());
+  t.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  return t;
+}
+
+// The same bytes as a tensor of the host's. keep: the memory lives as long as this view.
+static Tensor host_view(const Tensor& t, bool keep) {
+  if (!t.defined() || !t.is_cuda()) return t;
+  auto* owner = keep ? new Storage(t.storage()) : nullptr;
+  DataPtr p(t.storage().mutable_data(), owner, [](void* s) { delete (Storage*)s; }, kCPU);
+  Storage storage(
+      Storage::use_byte_size_t(), t.storage().nbytes(), std::move(p), GetCPUAllocator(), true);
+  return tensor_of(std::move(storage), DispatchKey::CPU, t);
+}
+
+// Replace each tensor in a value, which may be one, a list of them, or a list of lists.
+template <class F>
+static void replace_tensors(IValue& value, F f) {
+  if (value.isTensor()) {
+    value = f(value.toTensor());
+  } else if (value.isTensorList()) {
+    List<Tensor> list;
+    for (const Tensor& t : value.toTensorList()) list.push_back(f(t));
+    value = list;
+  } else if (value.isOptionalTensorList()) {
+    List<std::optional<Tensor>> list;
+    for (const std::optional<Tensor>& t : value.toOptionalTensorList())
+      list.push_back(t ? std::optional<Tensor>(f(*t)) : t);
+    value = list;
+  } else if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {
+    List<List<Tensor>> lists;
+    for (IValue inner : value.toListRef()) {
+      replace_tensors(inner, f);
+      lists.push_back(inner.toTensorList());
+    }
+    value = lists;
+  }
+}
+
+// What an operation's schema, and a few lists, say about it.
+struct Operation {
+  std::string name;
+  bool is_view = false;  // the same memory in another shape: no kernel runs
+  bool may_mix = false;  // takes tensors of the host beside the device's
+  bool waits = false;
+  std::vector<bool> writes;  // for each argument
+  int generator = -1;  // which argument
+};
+
+// The host must know a result's size, or its value.
+static const std::set<std::string> WAITS = {
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount", "repeat_interleave.Tensor", "multinomial", "histc"};
+// Indices may be in host memory.
+static const std::set<std::string> MAY_MIX = {
+    "index.Tensor", "index.Tensor_out", "index_put_", "index_put", "_index_put_impl_"};
+
+static const Operation& describe(const OperatorHandle& op) {
+  static auto& known = *new std::unordered_map<const FunctionSchema*, Operation>;
+  static auto& known_lock = *new std::mutex;
+  Locked l(known_lock);
+  auto& schema = op.schema();
+  auto [it, is_new] = known.try_emplace(&schema);
+  auto& o = it->second;
+  if (!is_new) return o;
+  o.name = op.operator_name().name;
+  if (o.name.rfind("aten::", 0) == 0) o.name = o.name.substr(6);
+  const auto& overload = op.operator_name().overload_name;
+  const auto full_name = o.name + (overload.empty() ? "" : "." + overload);
+  o.may_mix = MAY_MIX.count(full_name);
+  o.waits = WAITS.count(full_name);
+  bool writes_any = false, aliases = false;
+  for (auto& arg : schema.arguments()) {
+    const bool writes = arg.alias_info() && arg.alias_info()->isWrite();
+    if (arg.name() == "generator") o.generator = o.writes.size();
+    o.writes.push_back(writes);
+    writes_any |= writes;
+  }
+  for (auto& result : schema.returns()) aliases |= result.alias_info() != nullptr;
+  o.is_view = (aliases && !writes_any) || o.name.rfind("set_", 0) == 0;
+  return o;
+}
+
+// One call: the device's tensors are replaced by views of their bytes, and the results replaced back.
+struct Call {
+  const Operation& operation;
+  std::vector<std::pair<Tensor, Tensor>> seen;  // (the device's, the host's view of it)
+  std::vector<std::pair<StorageImpl*, Storage>> results;
+  std::vector<std::pair<Tensor, bool>> touched;  // (tensor, is it written)
+  Device device = kCPU;
+  Device other = kCPU;  // if there is a second one
+  bool on_two_devices = false;
+  bool has_mask = false;
+
+  Tensor to_host(const Tensor& t, bool writes) {
+    if (!t.defined()) return t;
+    // A number may come as a tensor without dimensions, in host memory.
+    if (!t.is_cuda() && !t.dim()) return t;
+    if (device == kCPU && t.is_cuda()) device = t.device();
+    if (t.device() != device) {
+      other = t.device();
+      on_two_devices = true;
+    }
+    if (!t.is_cuda()) return t;
+    has_mask |= t.scalar_type() == kBool;
+    if (!operation.is_view) {
+      settle(t);
+      touched.emplace_back(t, writes);
+    }
+    for (auto& [ours, view] : seen)
+      if (ours.is_same(t)) return view;
+    seen.emplace_back(t, host_view(t));
+    return seen.back().second;
+  }
+
+  Tensor to_device(const Tensor& t) {
+    if (!t.defined() || t.device() != kCPU) return t;
+    for (auto& [ours, view] : seen)
+      if (view.is_same(t)) return ours;
+    auto* impl = t.storage().unsafeGetStorageImpl();
+    for (auto& [ours, view] : seen)
+      if (view.storage().unsafeGetStorageImpl() == impl)
+        return tensor_of(ours.storage(), DispatchKey::CUDA, t);
+    auto storage = std::find_if(
+        results.begin(), results.end(), [&](auto& known) { return known.first == impl; });
+    if (storage == results.end()) {
+      results.emplace_back(
+          impl,
+          Storage(Storage::use_byte_size_t(), t.storage().nbytes(), adopt(t.storage(), device),
+                  &device_memory, true));
+      storage = results.end() - 1;
+    }
+    auto result = tensor_of(storage->second, DispatchKey::CUDA, t);
+    touched.emplace_back(result, true);
+    return result;
+  }
+
+  // A kernel may have resized an output (out=), and so moved it.
+  void adopt_resized() {
+    for (auto& [ours, view] : seen) {
+      if (ours.storage().data() != view.storage().data()) {
+        auto* impl = ours.storage().unsafeGetStorageImpl();
+        impl->set_data_ptr_noswap(adopt(view.storage(), ours.device()));
+        impl->set_nbytes(view.storage().nbytes());
+      }
+      if (ours.sizes() != view.sizes() || ours.strides() != view.strides())
+        ours.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides());
+    }
+  }
+};
+
+// A generator of the device is a CPU's inside; kernels and the dispatcher ask what it is.
+struct SimGenerator final : at::CPUGeneratorImpl {
+  explicit SimGenerator(DeviceIndex i) : at::CPUGeneratorImpl(default_rng_seed_val) {
+    device_ = Device(kCUDA, std::max<DeviceIndex>(i, 0));
+    key_set_ = DispatchKeySet(DispatchKey::CUDA);
+  }
+};
+struct OpenGenerator : GeneratorImpl {
+  using GeneratorImpl::device_;
+  using GeneratorImpl::key_set_;
+};
+struct GeneratorAsCpu {  // while a CPU's kernel draws from it
+  GeneratorImpl* g;
+  Device device;
+  explicit GeneratorAsCpu(GeneratorImpl* g) : g(g), device(g->device()) { become(kCPU); }
+  ~GeneratorAsCpu() { become(device); }
+  void become(Device d) {
+    g->*(&OpenGenerator::device_) = d;
+    g->*(&OpenGenerator::key_set_) =
+        DispatchKeySet(d.is_cuda() ? DispatchKey::CUDA : DispatchKey::CPU);
+  }
+};
+static at::Generator& default_generator(DeviceIndex i) {
+  static auto& all = *new std::map<DeviceIndex, at::Generator>;
+  i = i < 0 ? current_device : i;
+  if (!all.count(i)) all[i] = at::make_generator<SimGenerator>(i);
+  return all[i];
+}
+
+// Any operation on tensors of the device comes here, unless it has a function of its own.
+static void run(const OperatorHandle& op, Stack* stack) {
+  const auto& operation = describe(op);
+  Call call{operation};
+  const size_t n = op.schema().arguments().size();
+  auto last = torch::jit::last(*stack, n);
+  std::vector<IValue> args(last.begin(), last.end());
+  torch::jit::drop(*stack, n);
+
+  // 1) Arguments of the device become arguments of the host.
+  Device wanted(kCUDA, current_device);
+  for (size_t i = 0; i < n; i++) {
+    if (args[i].isDevice() && args[i].toDevice().is_cuda()) {
+      if (args[i].toDevice().has_index()) wanted = args[i].toDevice();
+      args[i] = Device(kCPU);
+    }
+    const bool writes = operation.writes[i];
+    replace_tensors(args[i], [&](const Tensor& t) { return call.to_host(t, writes); });
+  }
+  if (call.device == kCPU) call.device = wanted;
+  TORCH_CHECK(
+      !call.on_two_devices || (operation.may_mix && call.other.is_cpu()),
+      "Expected all tensors to be on the same device, but found at least two devices, ",
+      call.device, " and ", call.other, "! (", operation.name, ")");
+  std::optional<GeneratorAsCpu> generator;
+  if (operation.generator >= 0) {
+    auto& arg = args[operation.generator];
+    if (arg.isNone()) arg = default_generator(call.device.index());
+    TORCH_CHECK(
+        arg.toGenerator().device().is_cuda(), "Expected a 'cuda' device type for generator but "
+        "found 'cpu' (", operation.name, ")");
+    generator.emplace(arg.toGenerator().unsafeGetGeneratorImpl());
+  }
+
+  // 2) A CPU's kernel.
+  for (auto& arg : args) stack->push_back(std::move(arg));
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(*stack);
+  }
+  generator.reset();
+
+  // 3) Results of the host become the device's.
+  call.adopt_resized();
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++)
+    replace_tensors((*stack)[i], [&](const Tensor& t) { return call.to_device(t); });
+  if (operation.is_view) return;
+
+  // 4) Who has touched what, on which stream.
+  std::vector<Tensor> tensors;
+  for (auto& [t, writes] : call.touched) tensors.push_back(t);
+  const StreamId stream = current(call.device.index());
+  launch(stream, priced(operation.name, tensors));
+  std::vector<std::string> races;
+  for (auto& [t, writes] : call.touched) touch(t, writes, stream, operation.name, races);
+  tell_races(races);
+  // Indices of the host are copied; of a mask, PyTorch asks where it is true.
+  const bool by_index = operation.may_mix && (call.on_two_devices || call.has_mask);
+  if (operation.waits || by_index) {
+    tell("wait", operation.name, 0, true);
+    host_waits_for_stream(stream);
+  }
+}
+
+// ---------- 5. attention: flash and memory-efficient, by the CPU's flash kernel -------------------
+
+// The choice that PyTorch makes on an sm80 or newer: flash for 16 bits, memory-efficient in fp32 and
+// with a mask, written out else. What they keep for backward is what the CPU's flash kernel keeps.
+static int64_t choose_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
+    double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  using at::SDPBackend;
+  const bool in_16_bits = q.scalar_type() == kHalf || q.scalar_type() == kBFloat16;
+  const int64_t aligned = in_16_bits ? 8 : 4;
+  auto choice = SDPBackend::math;
+  if (dropout > 0)
+    choice = SDPBackend::math;  // a GPU's kernels draw their own random numbers; not simulated
+  else if (in_16_bits && !mask && q.size(-1) <= 256)
+    choice = SDPBackend::flash_attention;
+  else if (!grouped && q.size(-1) % aligned == 0)
+    choice = SDPBackend::efficient_attention;
+  return (int64_t)choice;
+}
+
+struct Arguments {  // by name: their order differs between versions of PyTorch
+  const OperatorHandle& op;
+  Stack& stack;
+  const IValue& operator()(const std::string& name) const {
+    auto& all = op.schema().arguments();
+    for (size_t i = 0; i < all.size(); i++)
+      if (all[i].name() == name) return stack[stack.size() - all.size() + i];
+    TORCH_CHECK(false, "simgpu: ", op.schema(), " has no argument ", name);
+  }
+  bool has(const std::string& name) const {
+    return op.schema().argumentIndexWithName(name).has_value();
+  }
+  Tensor tensor(const std::string& name) const {  // undefined if it is None
+    auto& value = (*this)(name);
+    return value.isTensor() ? value.toTensor() : Tensor();
+  }
+};
+
+// Key and value have fewer heads where they are grouped.
+static Tensor repeat_heads(const Tensor& t, int64_t heads) {
+  return t.size(1) == heads ? t : t.repeat_interleave(heads / t.size(1), 1);
+}
+static Tensor sum_heads(const Tensor& gradient, int64_t heads) {
+  if (gradient.size(1) == heads) return gradient;
+  return gradient.unflatten(1, {heads, gradient.size(1) / heads}).sum(2);
+}
+
+static void attention(const OperatorHandle& op, Stack* stack) {
+  const Arguments args{op, *stack};
+  const bool is_backward = args.has("grad_out") || args.has("grad_out_");
+  Call call{describe(op)};
+  auto host = [&](const std::string& name) { return call.to_host(args.tensor(name), false); };
+
+  const auto q = host("query");
+  const auto heads = q.size(1);
+  const auto groups = args.tensor("key").size(1);
+  const auto k = repeat_heads(host("key"), heads), v = repeat_heads(host("value"), heads);
+  const bool has_mask = args.has("attn_bias");
+  const auto mask = has_mask ? host("attn_bias") : Tensor();
+  const std::optional<Tensor> attn_mask = mask.defined() ? std::optional(mask) : std::nullopt;
+  const bool causal = args("is_causal").toBool();
+  const auto scale = args("scale").toOptional<double>();
+  TORCH_CHECK(args("dropout_p").toDouble() == 0, "simgpu: no dropout inside of attention");
+
+  std::vector<IValue> results;
+  if (is_backward) {
+    const auto grad = host(has_mask ? "grad_out_" : "grad_out");
+    auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, host("out"), host("logsumexp"), 0.0, causal, attn_mask, scale);
+    for (auto& t : {dq, sum_heads(dk, groups), sum_heads(dv, groups)})
+      results.emplace_back(call.to_device(t));
+    if (has_mask) results.emplace_back(Tensor());  // of a mask that trains: none
+  } else {
+    auto [out, logsumexp] =
+        at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask, scale);
+    for (auto& result : op.schema().returns()) {
+      auto& name = result.name();
+      if (name == "output") results.emplace_back(call.to_device(out));
+      else if (name == "logsumexp" || name == "log_sumexp")
+        results.emplace_back(call.to_device(logsumexp));
+      else if (name == "max_q") results.emplace_back(q.sym_size(2));
+      else if (name == "max_k") results.emplace_back(k.sym_size(2));
+      else if (name == "cum_seq_q" || name == "cum_seq_k") results.emplace_back(Tensor());
+      else results.emplace_back(at::empty({0}, args.tensor("query").options().dtype(kLong)));
+    }
+  }
+  TORCH_CHECK(
+      !call.on_two_devices, "Expected all tensors to be on the same device, but found at least two "
+      "devices, ", call.device, " and ", call.other, "! (", call.operation.name, ")");
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (auto& result : results) stack->push_back(result);
+
+  std::vector<Tensor> tensors;
+  for (auto& [t, writes] : call.touched) tensors.push_back(t);
+  const StreamId stream = current(call.device.index());
+  launch(stream, priced(call.operation.name, tensors));
+  std::vector<std::string> races;
+  for (auto& [t, writes] : call.touched) touch(t, writes, stream, call.operation.name, races);
+  tell_races(races);
+}
+
+// ---------- 6. collectives: on a stream of their own, while gloo moves the bytes ------------------
+//
+// NCCL's collective is an operation of a stream of its communicator. It begins after what the calling
+// stream has been given, and the calling stream goes on after it only once somebody calls wait(),
+// which does not stop the host. Here gloo begins at once, in its own threads, and the next operation
+// that touches the memory waits for gloo. So the host is not stopped either: another collective, or a
+// barrier of the CPU's group, may come first on another rank, as with NCCL.
+
+struct InFlight {
+  intrusive_ptr<c10d::Work> work;
+  std::vector<Bytes> bytes;
+};
+static auto& in_flight = *new std::vector<InFlight>;
+
+static void wait_for_collectives_on(const void* begin, size_t size) {
+  std::vector<intrusive_ptr<c10d::Work>> works;
+  {
+    Locked l(lock);
+    if (in_flight.empty()) return;
+    std::vector<InFlight> rest;
+    for (auto& f : in_flight) {
+      const bool overlaps = std::any_of(f.bytes.begin(), f.bytes.end(), [&](const Bytes& b) {
+        return b.begin < (const char*)begin + size && (const char*)begin < b.begin + b.size;
+      });
+      if (overlaps) works.push_back(f.work);
+      else rest.push_back(f);
+    }
+    in_flight.swap(rest);
+  }
+  for (auto& work : works) work->wait();
+}
+
+// What NCCL returns.
+struct CollectiveWork final : c10d::Work {
+  std::vector<Device> devices;
+  TimeLine end;  // of the collective
+  std::vector<Tensor> kept;  // inputs and outputs, until somebody waits
+  intrusive_ptr<ivalue::Future> future;
+
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  void synchronize() override { wait(kNoTimeout); }
+  bool wait(std::chrono::milliseconds) override {
+    for (auto& device : devices) {
+      Locked l(lock);
+      streams[current(device.index())].wait_for(end);
+    }
+    kept.clear();
+    return true;
+  }
+  intrusive_ptr<ivalue::Future> getFuture() override { return future; }
+};
+
+// Called by nccl.py once gloo has begun.
+static intrusive_ptr<c10d::Work> collective(
+    const std::string& name, const std::vector<Tensor>& reads, const std::vector<Tensor>& writes,
+    const intrusive_ptr<c10d::Work>& gloo, int64_t communicator, Device device) {
+  static auto& names = *new std::set<std::string>;
+  const std::string* kept_name;
+  {
+    Locked l(lock);
+    kept_name = &*names.insert(name).first;
+  }
+  auto work = make_intrusive<CollectiveWork>();
+  work->devices = {device};
+  InFlight flight{gloo, {}};
+  for (auto* tensors : {&reads, &writes})
+    for (auto& t : *tensors) {
+      flight.bytes.push_back(bytes_of(t));
+      work->kept.push_back(t);
+    }
+  const StreamId stream = stream_of(device.index(), FIRST_OF_NCCL + communicator);
+  {
+    Locked l(lock);
+    in_flight.push_back(flight);
+    streams[stream].wait_for(streams[current(device.index())]);
+  }
+  launch(stream, priced(name, work->kept));
+  std::vector<std::string> races;
+  for (auto& t : reads) touch(t, false, stream, *kept_name, races);
+  for (auto& t : writes) touch(t, true, stream, *kept_name, races);
+  {
+    Locked l(lock);
+    work->end = streams[stream];
+  }
+  // A future of CUDA's notes the current stream when it is completed, and makes who waits for it, or
+  // goes on from it, wait for that: here NCCL's stream, and after it DDP's hooks.
+  work->future = make_intrusive<ivalue::Future>(
+      ListType::create(TensorType::get()), std::vector<Device>{device});
+  const auto before = current_stream[device.index()];
+  current_stream[device.index()] = FIRST_OF_NCCL + communicator;
+  work->future->markCompleted(IValue(writes));
+  current_stream[device.index()] = before;
+  tell_races(races);
+  return work;
+}
+
+// ---------- 7. answers: device guard, hooks, generator --------------------------------------------
+
+using Event = TimeLine;
+
+struct Guard final : impl::DeviceGuardImplInterface {
+  static Device of(Device d) { return d.has_index() ? d : Device(kCUDA, current_device); }
+  static StreamId id(const Stream& s) { return stream_of(s.device_index(), s.id()); }
+  static Stream stream(Device d, int64_t id) { return Stream(Stream::UNSAFE, of(d), id); }
+
+  DeviceType type() const override { return kCUDA; }
+  DeviceIndex deviceCount() const noexcept override { return number_of_devices(); }
+  Device getDevice() const override { return Device(kCUDA, current_device); }
+  void setDevice(Device d) const override {
+    TORCH_CHECK(d.index() < number_of_devices(), "CUDA error: invalid device ordinal ", d);
+    if (d.has_index()) current_device = d.index();
+  }
+  void uncheckedSetDevice(Device d) const noexcept override {
+    if (d.has_index()) current_device = d.index();
+  }
+  Device exchangeDevice(Device d) const override {
+    const Device before(kCUDA, current_device);
+    setDevice(d);
+    return before;
+  }
+
+  Stream getStream(Device d) const override { return stream(d, current_stream[of(d).index()]); }
+  Stream getDefaultStream(Device d) const override { return stream(d, 0); }
+  Stream getNewStream(Device d, int) const override {
+    static int64_t last = 0;
+    Locked l(lock);
+    last = last % POOL + 1;
+    return stream(d, last);
+  }
+  Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
+  Stream exchangeStream(Stream s) const override {
+    const auto before = getStream(s.device());
+    current_stream[s.device_index()] = s.id();
+    return before;
+  }
+
+  void record(void** event, const Stream& s, const DeviceIndex, const EventFlag) const override {
+    Locked l(lock);
+    if (!*event) *event = new Event;
+    *(Event*)*event = streams[id(s)];
+  }
+  void block(void* event, const Stream& s) const override {
+    Locked l(lock);
+    if (event) streams[id(s)].wait_for(*(Event*)event);
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    delete (Event*)event;
+  }
+  // Whoever asks will ask again until it is so: it is so, and the host knows.
+  bool queryEvent(void* event) const override {
+    if (event) host_waits_for(*(Event*)event);
+    return true;
+  }
+  bool queryStream(const Stream& s) const override {
+    host_waits_for_stream(id(s));
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) wait("synchronize an event", *(Event*)event);
+  }
+  void synchronizeStream(const Stream& s) const override {
+    TimeLine line;
+    {
+      Locked l(lock);
+      line = streams[id(s)];
+    }
+    wait("synchronize a stream", line);
+  }
+  void synchronizeDevice(const DeviceIndex i) const override {
+    TimeLine all;
+    {
+      Locked l(lock);
+      for (auto& [stream, line] : streams)
+        if (stream / STREAMS_OF_A_DEVICE == i) all.wait_for(line);
+    }
+    wait("synchronize the device", all);
+  }
+  static void wait(const char* what, const TimeLine& line) {
+    tell("wait", what, 0, true);
+    host_waits_for(line);
+    wait_for_collectives_on(nullptr, SIZE_MAX);
+  }
+  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+    return (((Event*)to)->seconds - ((Event*)from)->seconds) * 1000;
+  }
+  void recordDataPtrOnStream(const DataPtr& p, const Stream& s) const override {
+    Locked l(lock);
+    if (auto* block = block_of(p.get())) block->recorded.insert(id(s));
+  }
+};
+
+static void record_stream(Tensor& t, Stream s) {
+  Guard().recordDataPtrOnStream(t.storage().data_ptr(), s);
+}
+
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex i) const override {
+    Locked l(lock);
+    return devices_used.count(i);
+  }
+  DeviceIndex deviceCount() const override { return number_of_devices(); }
+  int getNumGPUs() const override { return number_of_devices(); }
+  DeviceIndex current_device() const override { return simgpu::current_device; }
+  DeviceIndex getCurrentDevice() const override { return simgpu::current_device; }
+  void setCurrentDevice(DeviceIndex i) const override { Guard().setDevice(Device(kCUDA, i)); }
+  DeviceIndex exchangeDevice(DeviceIndex i) const override {
+    const auto before = simgpu::current_device;
+    if (i >= 0) setCurrentDevice(i);
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex i) const override { return exchangeDevice(i); }
+  void deviceSynchronize(DeviceIndex i) const override { Guard().synchronizeDevice(i); }
+  Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
+  bool isPinnedPtr(const void* p) const override { return is_pinned(p); }
+  Device getDeviceFromPtr(void* p) const override {
+    Locked l(lock);
+    auto* block = block_of(p);
+    TORCH_CHECK(block, "this pointer is not a simulated GPU's");
+    return Device(kCUDA, block->device);
+  }
+  const at::Generator& getDefaultGenerator(DeviceIndex i) const override {
+    return default_generator(i);
+  }
+  at::Generator getNewGenerator(DeviceIndex i) const override {
+    return at::make_generator<SimGenerator>(i);
+  }
+};
+
+// DDP's logger wants to know how long things take.
+struct HostTimer final : c10d::Timer {
+  explicit HostTimer(Device) {}
+  std::optional<int64_t> measureDifference(Event a, Event b) override {
+    return getTimeRef(b) - getTimeRef(a);
+  }
+};
+
+// Memory without values.
+template <class Make>
+static Tensor on_device(std::optional<Device> device, Make make) {
+  const auto before = current_device;
+  if (device && device->has_index()) Guard().setDevice(*device);
+  auto t = make();
+  current_device = before;
+  return t;
+}
+static Tensor empty(
+    IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>,
+    std::optional<Device> device, std::optional<bool>, std::optional<MemoryFormat> format) {
+  return on_device(device, [&] {
+    return at::detail::empty_generic(
+        size, &device_memory, DispatchKeySet(DispatchKey::CUDA), dtype_or_default(dtype), format);
+  });
+}
+static Tensor empty_strided(
+    IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>,
+    std::optional<Device> device, std::optional<bool>) {
+  return on_device(device, [&] {
+    return at::detail::empty_strided_generic(
+        size, stride, &device_memory, DispatchKeySet(DispatchKey::CUDA), dtype_or_default(dtype));
+  });
+}
+// FSDP's way to allocate and to free what it gathers.
+static void resize_storage(const Tensor& t, int64_t size) {
+  auto* storage = t.storage().unsafeGetStorageImpl();
+  on_device(storage->device(), [&] {
+    DataPtr memory = device_memory.allocate(size);
+    if (const auto n = std::min<size_t>(storage->nbytes(), size))
+      memcpy(memory.get(), storage->data(), n);
+    storage->set_data_ptr_noswap(std::move(memory));
+    storage->set_nbytes(size);
+    return Tensor();
+  });
+}
+static const Tensor& resize_(const Tensor& t, IntArrayRef size, std::optional<MemoryFormat>) {
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  const size_t need = (t.numel() + t.storage_offset()) * t.itemsize();
+  if (t.storage().nbytes() < need) resize_storage(t, need);
+  return t;
+}
+static Tensor& set_storage(
+    Tensor& t, Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  t.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  t.unsafeGetTensorImpl()->set_storage_offset(offset);
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return t;
+}
+
+// The price of an operation in seconds: Python's, if it wants to know the time.
+static bool is_priced = false;
+static double priced(const std::string& name, const std::vector<Tensor>& tensors) {
+  if (!is_priced) return 0;
+  static const auto op = Dispatcher::singleton()
+      .findSchemaOrThrow("simgpu::price", "")
+      .typed<double(std::string_view, at::TensorList)>();
+  return op.call(name, tensors);
+}
+
+// For nccl.py: the memory of the host's or the device's, without owning it. Freeing waits for gloo.
+static Tensor borrowed(const Tensor& t) {
+  settle(t);
+  return host_view(t, /*keep=*/false);
+}
+
+TORCH_LIBRARY(simgpu, m) {
+  m.def("price(str name, Tensor[] tensors) -> float");  // Python's
+  m.def("resize_storage(Tensor t, int n) -> ()");
+  m.def("borrowed(Tensor t) -> Tensor");
+  m.def(
+      "collective(str name, Tensor[] reads, Tensor[] writes, "
+      "__torch__.torch.classes.c10d.Work gloo, int communicator, Device device) -> "
+      "__torch__.torch.classes.c10d.Work",
+      collective);
+  m.def("default_generator(int i) -> Generator?", [](int64_t i) {
+    return std::optional<at::Generator>(default_generator(i));
+  });
+}
+TORCH_LIBRARY_IMPL(simgpu, CUDA, m) {
+  m.impl("resize_storage", resize_storage);
+  m.impl("borrowed", borrowed);
+}
+
+// Before PyTorch is imported: it asks for these once, and keeps the answer. A CUDA build of PyTorch
+// brings its own; these come first.
+static const bool registered = [] {
+  at::CUDAHooksRegistry()->Register(
+      "CUDAHooks", [](at::CUDAHooksArgs) { return std::make_unique<Hooks>(); },
+      REGISTRY_PREFERRED);
+  c10d::TimerRegistry()->Register(
+      kCUDA, [](Device d) { return std::make_unique<HostTimer>(d); }, REGISTRY_PREFERRED);
+  return true;
+}();
+
+// After PyTorch is imported: here the last one counts. replace: a CUDA build's own kernels.
+static void install(bool replace) {
+  static Guard guard;
+  impl::DeviceGuardImplRegistrar(kCUDA, &guard);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
+
+  // That an operation has two kernels is meant.
+  struct Silent final : WarningHandler {
+    void process(const Warning&) override {}
+  } silent;
+  WarningUtils::WarningHandlerGuard silence(&silent);
+
+  using torch::CppFunction;
+  using torch::Library;
+  static auto& libraries = *new std::vector<std::unique_ptr<Library>>;
+  auto library = [](const char* name) -> Library& {
+    libraries.push_back(
+        std::make_unique<Library>(Library::IMPL, name, DispatchKey::CUDA, __FILE__, __LINE__));
+    return *libraries.back();
+  };
+  auto& aten = library("aten");
+  std::set<std::string> own;
+  auto implement = [&](const char* name, CppFunction&& function) {
+    own.insert(name);
+    aten.impl(name, std::move(function));
+  };
+  implement("empty.memory_format", CppFunction(empty));
+  implement("empty_strided", CppFunction(empty_strided));
+  implement("copy_", CppFunction(copy_));
+  implement("_foreach_copy_", CppFunction(foreach_copy_));
+  implement("resize_", CppFunction(resize_));
+  implement("set_.source_Storage_storage_offset", CppFunction(set_storage));
+  implement("record_stream", CppFunction(record_stream));
+  for (auto* name : {
+           "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+           "_scaled_dot_product_efficient_attention",
+           "_scaled_dot_product_efficient_attention_backward"})
+    implement(name, CppFunction::makeFromBoxedFunction<&attention>());
+
+  // Everything else. A CPU build has no kernels for CUDA, so a fallback takes all; a CUDA build's are
+  // replaced one by one.
+  library("_").fallback(CppFunction::makeFromBoxedFunction<&run>());
+  if (!replace) return;
+  for (auto& name : Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const auto short_name = name.name.substr(6) +
+        (name.overload_name.empty() ? "" : "." + name.overload_name);
+    auto op = Dispatcher::singleton().findOp(name);
+    if (own.count(short_name) || !op || !op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
+    aten.impl(short_name.c_str(), CppFunction::makeFromBoxedFunction<&run>());
+  }
+}
+
+}  // namespace simgpu
+
+// ---------- what Python calls by ctypes -----------------------------------------------------------
+
+extern "C" {
+using namespace simgpu;
+
+void simgpu_install(int replace) { install(replace); }
+void simgpu_listen(Listener l) { listener = l; }
+void simgpu_price(int on) { is_priced = on; }
+int64_t simgpu_allocated(int device) { Locked l(lock); return allocated[device]; }
+int64_t simgpu_peak(int device) { Locked l(lock); return peak[device]; }
+void simgpu_reset_peak(int device) { Locked l(lock); peak[device] = allocated[device]; }
+int64_t simgpu_pinned() { Locked l(lock); return pinned_now; }
+int64_t simgpu_pinned_peak() { Locked l(lock); return pinned_peak; }
+void simgpu_reset_pinned_peak() { Locked l(lock); pinned_peak = pinned_now; }
+int64_t simgpu_late() { Locked l(lock); return late.size(); }
+int simgpu_used(int device) { Locked l(lock); return devices_used.count(device); }
+double simgpu_seconds(int device, int64_t stream) {
+  Locked l(lock);
+  return stream < 0 ? host.seconds : streams[stream_of(device, stream)].seconds;
+}
+}

@@ -1,0 +1,133 @@
+"""
+NCCL, by gloo on the same bytes.
+
+A communicator is gloo's, on a connection of its own. It takes what NCCL takes: contiguous tensors of
+one GPU, and a GPU of its own for each rank. The order of streams is NCCL's (device.cpp, section 6).
+"""
+
+import socket
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import simgpu
+
+# Not in this list: coalescing managers and batches of sends, which fail as in a CPU build.
+COLLECTIVES = (
+    "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "_allgather_base_",
+    "allgather_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_", "reduce_scatter_",
+    "reduce_scatter_tensor_coalesced_", "alltoall_base_", "alltoall_", "gather_", "scatter_",
+    "send", "recv_")
+
+
+class ProcessGroupNCCL(dist.ProcessGroupGloo):
+    """What PyTorch makes of the backend "nccl"."""
+
+    class Options:
+        is_high_priority_stream = False
+        global_ranks_in_group = ()
+        group_name = ""
+        split_from = split_color = None
+        _timeout = dist.constants.default_pg_timeout
+
+    made = []  # PyTorch's C++ must not be the only owner, or it forgets the attributes
+
+    def __init__(self, store, rank, size, options=None):
+        timeout = (options or self.Options())._timeout
+        super().__init__(store, rank, size, timeout=timeout)
+        # Its operations go by a group whose CPU backend this is.
+        self.group = dist.ProcessGroup(store, rank, size)
+        self.group._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self)
+        self.store = store
+        self.device = None  # from the first collective on
+        self.made.append(self)
+        self.number = len(self.made)
+
+    def connect(self, device):
+        """At the first collective, as NCCL does: each rank must have a GPU of its own."""
+        self.device = device
+        mine = f"{socket.gethostname()} {device}"
+        self.store.set(f"gpu of {self.rank()}", mine)
+        for rank in range(self.size()):
+            theirs = self.store.get(f"gpu of {rank}").decode()
+            if rank != self.rank() and theirs == mine:
+                raise dist.DistBackendError(
+                    f"NCCL: Duplicate GPU detected: ranks {rank} and {self.rank()} are both on "
+                    f"{device}")
+
+    def require(self, name, tensors):
+        """What NCCL takes."""
+        devices = {t.device for t in tensors}
+        if len(devices) > 1:
+            raise ValueError(f"NCCL: {name} of tensors on {sorted(map(str, devices))}")
+        [device] = devices
+        if self.device is None:
+            self.connect(device)
+        if device != self.device:
+            raise ValueError(
+                f"NCCL: {name} of a tensor on {device}, in a communicator of {self.device}")
+        for t in tensors:
+            if not t.is_contiguous():
+                raise ValueError(f"NCCL: {name}: tensors must be contiguous")
+
+
+def tensors_in(tree):
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def implementation(name):
+    """Of torch.ops.c10d.<name>, for tensors on CUDA."""
+    op = getattr(torch.ops.c10d, name).default
+    names = [arg.name for arg in op._schema.arguments]
+    group_at = names.index("process_group")
+
+    @torch._disable_dynamo
+    def call(*args):
+        nccl = dist.ProcessGroup.unbox(args[group_at])._get_backend(torch.device("cuda"))
+        tensors = tensors_in(args)
+        if not isinstance(nccl, ProcessGroupNCCL):
+            raise RuntimeError(f"simgpu: {name} of a tensor on CUDA in a group of gloo alone")
+        nccl.require(name, tensors)
+        reads, writes = [], []
+        for arg_name, arg in zip(names, args):
+            if "output" not in arg_name and name != "recv_":
+                reads += tensors_in(arg)
+            if "input" not in arg_name and name != "send":
+                writes += tensors_in(arg)
+        simgpu.note("collective", f"{name.strip('_')} {tensors[0].dtype} {nccl.size()} ranks",
+                    max(sum(t.nbytes for t in reads), sum(t.nbytes for t in writes)))
+
+        of_host = list(tree_map_only(torch.Tensor, torch.ops.simgpu.borrowed, args))
+        of_host[group_at] = nccl.group.boxed()
+        result = op(*of_host)
+        gloos_work = result[-1] if isinstance(result, (tuple, list)) else result
+        work = torch.ops.simgpu.collective(
+            name, reads, writes, gloos_work, nccl.number, nccl.device)
+        return (args[0], work) if isinstance(result, (tuple, list)) else work
+
+    return call
+
+
+@torch._disable_dynamo
+def barrier(tensor, group, *args):
+    """NCCL's makes the host wait."""
+    nccl = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cuda"))
+    nccl.require("barrier", [tensor])
+    torch.cuda.synchronize(nccl.device)
+    return torch.ops.c10d.barrier(torch.empty(0), nccl.group.boxed(), *args)
+
+
+c10d.ProcessGroupNCCL = ProcessGroupNCCL
+c10d._NCCL_AVAILABLE = True
+c10d.is_nccl_available = dist.is_nccl_available = lambda: True
+library = torch.library.Library("c10d", "IMPL")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that they are not the first
+    for name in COLLECTIVES:
+        if hasattr(torch.ops.c10d, name):
+            library.impl(name, implementation(name), "CUDA", allow_override=True)
+    library.impl("barrier", barrier, "CUDA", allow_override=True)
