@@ -40,8 +40,9 @@ TORCH = torch_dir()
 if "torch" in sys.modules:
     raise CannotBuild("simgpu: import it before torch, which asks for CUDA only once")
 os.environ.setdefault("SIM_GPUS", "1")
-# By its name device.so finds PyTorch's library, if that is loaded; it does not know its place.
-ctypes.CDLL(os.path.join(TORCH, "lib", "libtorch_cpu.so"))
+# The library names those of PyTorch, but not where they are: so they are loaded first, a CUDA
+# build's too. What is registered twice is then taken from the last, which is ours.
+ctypes.CDLL(os.path.join(TORCH, "lib", "libtorch.so"))
 device = ctypes.CDLL(library())
 for _name in ("allocated", "peak", "pinned", "pinned_peak", "late"):
     getattr(device, f"simgpu_{_name}").restype = ctypes.c_int64

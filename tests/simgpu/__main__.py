@@ -1,4 +1,4 @@
-"""python -m simgpu PROGRAM [ARGUMENTS]: run it with simulated GPUs. torchrun -m simgpu works too."""
+"""python -m simgpu PROGRAM [ARGUMENTS]: run it with simulated GPUs. Or torchrun -m simgpu ..."""
 
 import os
 import runpy

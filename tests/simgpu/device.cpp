@@ -1201,7 +1201,7 @@ TORCH_LIBRARY_IMPL(simgpu, CUDA, m) {
 }
 
 // Before PyTorch is imported: it asks for these once, and keeps the answer. A CUDA build of PyTorch
-// brings its own; these come first.
+// brings its own; these are preferred.
 static const bool registered = [] {
   at::CUDAHooksRegistry()->Register(
       "CUDAHooks", [](at::CUDAHooksArgs) { return std::make_unique<Hooks>(); },

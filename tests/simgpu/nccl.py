@@ -1,8 +1,8 @@
 """
 NCCL, by gloo on the same bytes.
 
-A communicator is gloo's, on a connection of its own. It takes what NCCL takes: contiguous tensors of
-one GPU, and a GPU of its own for each rank. The order of streams is NCCL's (device.cpp, section 6).
+A communicator is gloo's, on connections of its own. It takes what NCCL takes: contiguous tensors of
+one GPU, and each rank has a GPU of its own. The order of streams is NCCL's (device.cpp, section 6).
 """
 
 import socket
@@ -33,19 +33,19 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
         split_from = split_color = None
         _timeout = dist.constants.default_pg_timeout
 
-    made = []  # PyTorch's C++ must not be the only owner, or it forgets the attributes
+    made = {}  # by the name of the group
 
-    def __init__(self, store, rank, size, options=None):
-        timeout = (options or self.Options())._timeout
-        super().__init__(store, rank, size, timeout=timeout)
+    def __init__(self, store, rank, size, options=None, device=None):
+        options = options or self.Options()
+        super().__init__(store, rank, size, timeout=options._timeout)
         # Its operations go by a group whose CPU backend this is.
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._register_backend(
             torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self)
         self.store = store
         self.device = None  # from the first collective on
-        self.made.append(self)
         self.number = len(self.made)
+        self.made[options.group_name] = self
 
     def connect(self, device):
         """At the first collective, as NCCL does: each rank must have a GPU of its own."""
@@ -79,6 +79,13 @@ def tensors_in(tree):
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
+def communicator(group, name):
+    group = dist.ProcessGroup.unbox(group)
+    if group.group_name not in ProcessGroupNCCL.made:
+        raise RuntimeError(f"simgpu: {name} of a tensor on CUDA in a group without NCCL")
+    return ProcessGroupNCCL.made[group.group_name]
+
+
 def implementation(name):
     """Of torch.ops.c10d.<name>, for tensors on CUDA."""
     op = getattr(torch.ops.c10d, name).default
@@ -87,10 +94,8 @@ def implementation(name):
 
     @torch._disable_dynamo
     def call(*args):
-        nccl = dist.ProcessGroup.unbox(args[group_at])._get_backend(torch.device("cuda"))
+        nccl = communicator(args[group_at], name)
         tensors = tensors_in(args)
-        if not isinstance(nccl, ProcessGroupNCCL):
-            raise RuntimeError(f"simgpu: {name} of a tensor on CUDA in a group of gloo alone")
         nccl.require(name, tensors)
         reads, writes = [], []
         for arg_name, arg in zip(names, args):
@@ -115,13 +120,16 @@ def implementation(name):
 @torch._disable_dynamo
 def barrier(tensor, group, *args):
     """NCCL's makes the host wait."""
-    nccl = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cuda"))
+    nccl = communicator(group, "barrier")
     nccl.require("barrier", [tensor])
     torch.cuda.synchronize(nccl.device)
     return torch.ops.c10d.barrier(torch.empty(0), nccl.group.boxed(), *args)
 
 
-c10d.ProcessGroupNCCL = ProcessGroupNCCL
+for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2"):  # from torch 2.15 on the second is used
+    setattr(c10d, name, ProcessGroupNCCL)
+# A group that knows its device is split by PyTorch's C++, and gloo's parts would be no NCCL of ours.
+dist.ProcessGroup.bound_device_id = property(lambda self: None, lambda self, device: None)
 c10d._NCCL_AVAILABLE = True
 c10d.is_nccl_available = dist.is_nccl_available = lambda: True
 library = torch.library.Library("c10d", "IMPL")
