@@ -12,11 +12,16 @@ Ranks are forked from a server process that has imported everything: a second a 
 the five that torchrun and the imports take. They get torchrun's environment and store, gloo on
 CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is left behind. As
 they import your file, a script needs `if __name__ == "__main__":` around what it starts.
+
+Ranks that are told device=cuda get simulated GPUs where there is no other (docs/simgpu.md). With
+SIM_GPUS=2 in the environment the process of the tests itself has two.
 """
 
+import functools
 import io
 import json
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import re
 import runpy
@@ -27,7 +32,13 @@ import sys
 import tempfile
 import time
 import types
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from dataclasses import fields
 from functools import partial
 from unittest.mock import patch
@@ -35,6 +46,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+# Threads of OpenMP that wait for each other do not spin: other processes need the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if os.environ.get("SIM_GPUS"):
     import simgpu  # noqa: F401  before torch, which then has so many simulated GPUs
 
@@ -47,10 +60,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of the server that i
 
 README = os.path.join(HERE, "README.md")
 is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"
-DEVICES = {  # to parametrize by: what a GPU runs, run on a CPU too, so that no typo waits there
-    n: ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-        torch.cuda.device_count() < n, reason=f"needs {n} of CUDA's GPUs"))]
-    for n in (1, 2)}
+# To parametrize by: what a GPU runs, run on a CPU too, so that no typo waits there. 1, 2: GPUs.
+DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
 of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
 
 
@@ -136,6 +147,9 @@ def start(world, args, tmp, *options, **env):
     if world > 1:
         command += ["-m", "torch.distributed.run", *options, f"--nproc_per_node={world}"]
         command += ["--standalone"] if not any("--rdzv" in o for o in options) else []
+    if wants_cuda(args) and simulates(world):
+        command += ["-m", "simgpu"]
+        env = dict(env, SIM_GPUS=str(SIMULATED), PYTHONPATH=os.pathsep.join(sys.path[:2]))
     return subprocess.Popen(command + [str(a) for a in args], cwd=tmp, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             start_new_session=True, env={**environment(), **env},
@@ -173,6 +187,48 @@ def children(pid):
 # -----------------------------------------------------------------------------
 # functions on ranks
 
+PRELOADED = ["harness", "sample", "torch._dynamo"]  # by the server that ranks are forked from
+SIMULATED = 4  # GPUs
+
+
+def wants_cuda(value):
+    """Does --device=cuda, or {"device": "cuda"}, lie anywhere in it?"""
+    if isinstance(value, dict):
+        return value.get("device") == "cuda" or wants_cuda(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(wants_cuda, value))
+    return value == "--device=cuda"
+
+
+def simulates(world):
+    """Must GPUs be simulated for so many ranks? Skips the test if there are none at all."""
+    gpus = torch.cuda.device_count()
+    if "simgpu" in sys.modules or gpus >= world:
+        return "simgpu" in sys.modules
+    if gpus:
+        pytest.skip(f"needs {world} of CUDA's GPUs")
+    if reason := cannot_simulate():
+        pytest.skip(reason)
+    return True
+
+
+@functools.cache
+def cannot_simulate():
+    """Why not, in one line."""
+    path = os.path.join(HERE, "tests", "simgpu", "build.py")
+    p = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    return p.stderr.strip().splitlines()[-1] if p.returncode else ""
+
+
+@functools.cache
+def simulator():
+    """Another server to fork ranks from: its PyTorch has simulated GPUs."""
+    server = multiprocessing.forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOADED)
+    with patch.dict(os.environ, SIM_GPUS=str(SIMULATED)):
+        server.ensure_running()
+    return server
+
 
 class Ranks:
     """
@@ -183,8 +239,12 @@ class Ranks:
     """
 
     def __init__(self, world, function, *args, alone=None, restarts=None):
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["harness", "sample", "torch._dynamo"])
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        server = nullcontext()  # the usual one
+        if wants_cuda(args) and simulates(world) and "simgpu" not in sys.modules:
+            server = patch.object(multiprocessing.forkserver, "connect_to_new_process",
+                                  simulator().connect_to_new_process)
         env = {}
         if not (world == 1 if alone is None else alone):
             self.store = restarts.store if restarts else dist.TCPStore(
@@ -200,8 +260,9 @@ class Ranks:
         for rank in range(world):
             own = {**env, "RANK": rank, "LOCAL_RANK": rank} if env else {}
             told = (own, self.logs.name, configurator.HERE, function, args)
-            p = server.Process(target=forked, args=told, daemon=True)  # ends with pytest, at last
-            p.start()
+            p = context.Process(target=forked, args=told, daemon=True)  # ends with pytest, at last
+            with server:
+                p.start()
             self.ranks.append(p)
 
     def kill(self):

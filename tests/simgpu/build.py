@@ -70,6 +70,13 @@ def compile_to(path, compiler, torch):
     if p.returncode:
         errors = [line for line in p.stderr.splitlines() if "error" in line] or [p.stderr]
         raise CannotBuild(f"simgpu: {compiler} does not build it with this PyTorch: {errors[0]}")
+    # PyTorch checks what a library registers when it is loaded, and aborts the process.
+    load = f"import ctypes; ctypes.CDLL('{torch}/lib/libtorch.so'); ctypes.CDLL('{unfinished}')"
+    p = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    if p.returncode:
+        os.remove(unfinished)
+        reason = (p.stderr.strip().splitlines() or [f"exit code {p.returncode}"])[0]
+        raise CannotBuild(f"simgpu: this PyTorch does not load it: {reason}")
     os.replace(unfinished, path)
 
 

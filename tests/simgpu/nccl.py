@@ -128,7 +128,7 @@ def barrier(tensor, group, *args):
 
 for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2"):  # from torch 2.15 on the second is used
     setattr(c10d, name, ProcessGroupNCCL)
-# A group that knows its device is split by PyTorch's C++, and gloo's parts would be no NCCL of ours.
+# PyTorch's C++ would split a group that knows its device, into groups of gloo's alone.
 dist.ProcessGroup.bound_device_id = property(lambda self: None, lambda self, device: None)
 c10d._NCCL_AVAILABLE = True
 c10d.is_nccl_available = dist.is_nccl_available = lambda: True
