@@ -369,7 +369,7 @@ struct Late {
   StreamId stream;
   uint64_t count;
   Tensor on_host;  // keeps the memory, as PyTorch's allocator of pinned memory does
-  char* begin;
+  char* begin;  // where on the host
   std::vector<char> bytes;
   bool to_host;
   std::string what;
@@ -491,7 +491,7 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
       from.is_cuda() ? "to host " : "to device ", from.sizes(), " ", from.scalar_type(),
       is_pinned_ ? " pinned" : " pageable", non_blocking ? " non_blocking" : "");
   tell("copy", what, source.size, waits);
-  Late copy{stream, 0, on_host, (char*)0, {}, from.is_cuda(), what};
+  Late copy{stream, 0, on_host, nullptr, {}, from.is_cuda(), what};
   {
     Locked l(lock);
     copy.count = streams[stream].seen[stream];
@@ -501,10 +501,9 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
     copy.bytes.assign(source.begin, source.begin + source.size);
     memset(target.begin, 0xFF, target.size);
   } else {
-    const auto bytes = as_the_stream_sees(source, stream, races);
-    memcpy(target.begin, bytes.data(), bytes.size());
     copy.begin = source.begin;
-    copy.bytes.assign(source.begin, source.begin + source.size);
+    copy.bytes = as_the_stream_sees(source, stream, races);
+    memcpy(target.begin, copy.bytes.data(), copy.bytes.size());
   }
   {
     Locked l(lock);
