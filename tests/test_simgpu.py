@@ -16,7 +16,6 @@ import sys
 from contextlib import contextmanager
 from unittest.mock import patch
 
-import harness
 import pytest
 import torch
 from harness import on_ranks, read_metrics, run_training, values
@@ -97,13 +96,13 @@ def keys_of(mode):
 
 def title(keys):
     """Of a mode, and its directory."""
-    words = []
+    words = [keys.get("strategy", "single")]
     for key, value in keys.items():
-        if key in ("freeze", "resumes", "activation_offload", "model", "optimizer", "checkpoint"):
-            words += [str(value) if key in ("model", "optimizer", "checkpoint") else key] * bool(value)
-        elif key == "strategy":
+        if key in ("model", "optimizer", "checkpoint"):
             words.append(value)
-        elif key not in LLAMA and key not in MOE:
+        elif key in ("freeze", "activation_offload", "resumes"):
+            words += [key] if value else []
+        elif key != "strategy" and key not in LLAMA and key not in MOE:
             words.append(f"{key}={value}")
     return " ".join(words)
 

@@ -44,7 +44,7 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
             torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self)
         self.store = store
         self.device = None  # from the first collective on
-        self.number = len(self.made)
+        self.number = 1 + len(self.made)
         self.made[options.group_name] = self
 
     def connect(self, device):
@@ -79,11 +79,9 @@ def tensors_in(tree):
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def communicator(group, name):
-    group = dist.ProcessGroup.unbox(group)
-    if group.group_name not in ProcessGroupNCCL.made:
-        raise RuntimeError(f"simgpu: {name} of a tensor on CUDA in a group without NCCL")
-    return ProcessGroupNCCL.made[group.group_name]
+def communicator(group):
+    """The group's NCCL; None if it has gloo alone, which takes a GPU's tensors too."""
+    return ProcessGroupNCCL.made.get(dist.ProcessGroup.unbox(group).group_name)
 
 
 def implementation(name):
@@ -94,25 +92,31 @@ def implementation(name):
 
     @torch._disable_dynamo
     def call(*args):
-        nccl = communicator(args[group_at], name)
+        nccl = communicator(args[group_at])
+        group = nccl.group.boxed() if nccl else args[group_at]
         tensors = tensors_in(args)
-        nccl.require(name, tensors)
         reads, writes = [], []
         for arg_name, arg in zip(names, args):
             if "output" not in arg_name and name != "recv_":
                 reads += tensors_in(arg)
             if "input" not in arg_name and name != "send":
                 writes += tensors_in(arg)
-        simgpu.note("collective", f"{name.strip('_')} {tensors[0].dtype} {nccl.size()} ranks",
-                    max(sum(t.nbytes for t in reads), sum(t.nbytes for t in writes)))
+        if nccl:
+            nccl.require(name, tensors)
+        else:  # it copies them through the host's memory
+            torch.cuda.synchronize(tensors[0].device)
+        ranks = dist.ProcessGroup.unbox(group).size()
+        size = max(sum(t.nbytes for t in reads), sum(t.nbytes for t in writes))
+        simgpu.note("collective", f"{name.strip('_')} {tensors[0].dtype} {ranks} ranks", size)
 
         of_host = list(tree_map_only(torch.Tensor, torch.ops.simgpu.borrowed, args))
-        of_host[group_at] = nccl.group.boxed()
+        of_host[group_at] = group
         result = op(*of_host)
-        gloos_work = result[-1] if isinstance(result, (tuple, list)) else result
+        has_outputs = isinstance(result, (tuple, list))
         work = torch.ops.simgpu.collective(
-            name, reads, writes, gloos_work, nccl.number, nccl.device)
-        return (args[0], work) if isinstance(result, (tuple, list)) else work
+            name, reads, writes, result[-1] if has_outputs else result,
+            nccl.number if nccl else 0, tensors[0].device)
+        return (args[0], work) if has_outputs else work
 
     return call
 
@@ -120,10 +124,12 @@ def implementation(name):
 @torch._disable_dynamo
 def barrier(tensor, group, *args):
     """NCCL's makes the host wait."""
-    nccl = communicator(group, "barrier")
-    nccl.require("barrier", [tensor])
-    torch.cuda.synchronize(nccl.device)
-    return torch.ops.c10d.barrier(torch.empty(0), nccl.group.boxed(), *args)
+    nccl = communicator(group)
+    if nccl:
+        nccl.require("barrier", [tensor])
+        group = nccl.group.boxed()
+    torch.cuda.synchronize(tensor.device)
+    return torch.ops.c10d.barrier(torch.empty(0), group, *args)
 
 
 for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2"):  # from torch 2.15 on the second is used
@@ -131,6 +137,7 @@ for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2"):  # from torch 2.15 on the
 # PyTorch's C++ would split a group that knows its device, into groups of gloo's alone.
 dist.ProcessGroup.bound_device_id = property(lambda self: None, lambda self, device: None)
 c10d._NCCL_AVAILABLE = True
+torch.cuda.nccl.version = lambda: (2, 29, 0)
 c10d.is_nccl_available = dist.is_nccl_available = lambda: True
 library = torch.library.Library("c10d", "IMPL")
 with warnings.catch_warnings():
