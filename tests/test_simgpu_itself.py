@@ -284,7 +284,7 @@ def a_tensor_is_changed_while_it_is_sent(tmp, right):
     work.wait()
 
 
-@bug("race", "div reads a tensor")
+@bug("race", "where allreduce_ writes it")
 def ddps_hook_divides_what_is_not_yet_reduced(tmp, right):
     def hook(state, bucket):
         buffer = bucket.buffer()

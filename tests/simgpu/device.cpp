@@ -8,7 +8,7 @@ before PyTorch can answer there. This file does:
     2. memory         of the devices, and pinned; who has touched it last
     3. copies         between host and device, which arrive late
     4. kernels        a CPU's, on the same bytes
-    5. attention      flash and memory-efficient, by the CPU's flash kernel
+    5. attention      flash and memory-efficient, by the CPU's flash kernel; RMS norm
     6. collectives    on a stream of their own, while gloo moves the bytes
     7. answers        device guard, hooks, generator: what PyTorch asks
 
@@ -617,20 +617,18 @@ struct Call {
   std::vector<std::pair<StorageImpl*, Storage>> results;
   std::vector<std::pair<Tensor, bool>> touched;  // (tensor, is it written)
   Device device = kCPU;
-  Device other = kCPU;  // if there is a second one
-  bool on_two_devices = false;
+  std::optional<Device> other;  // if there is a second one
   bool has_mask = false;
 
   Tensor to_host(const Tensor& t, bool writes) {
     if (!t.defined()) return t;
-    // A number may come as a tensor without dimensions, in host memory.
-    if (!t.is_cuda() && !t.dim()) return t;
-    if (device == kCPU && t.is_cuda()) device = t.device();
-    if (t.device() != device) {
-      other = t.device();
-      on_two_devices = true;
+    if (!t.is_cuda()) {
+      // A number may come as a tensor without dimensions, in host memory.
+      if (t.dim()) other = t.device();
+      return t;
     }
-    if (!t.is_cuda()) return t;
+    if (device == kCPU) device = t.device();
+    if (t.device() != device) other = t.device();
     has_mask |= t.scalar_type() == kBool;
     if (!operation.is_view) {
       settle(t);
@@ -664,6 +662,13 @@ struct Call {
     return result;
   }
 
+  void require_one_device() const {
+    if (!other || device == kCPU || (operation.may_mix && other->is_cpu())) return;
+    TORCH_CHECK(
+        false, "Expected all tensors to be on the same device, but found at least two devices, ",
+        device, " and ", *other, "! (", operation.name, ")");
+  }
+
   // A kernel may have resized an output (out=), and so moved it.
   void adopt_resized() {
     for (auto& [ours, view] : seen) {
@@ -675,6 +680,17 @@ struct Call {
       if (ours.sizes() != view.sizes() || ours.strides() != view.strides())
         ours.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides());
     }
+  }
+
+  // It has run, on the current stream.
+  void note() const {
+    std::vector<Tensor> tensors;
+    for (auto& [t, writes] : touched) tensors.push_back(t);
+    const StreamId stream = current(device.index());
+    launch(stream, priced(operation.name, tensors));
+    std::vector<std::string> races;
+    for (auto& [t, writes] : touched) touch(t, writes, stream, operation.name, races);
+    tell_races(races);
   }
 };
 
@@ -726,11 +742,8 @@ static void run(const OperatorHandle& op, Stack* stack) {
     const bool writes = operation.writes[i];
     replace_tensors(args[i], [&](const Tensor& t) { return call.to_host(t, writes); });
   }
+  call.require_one_device();
   if (call.device == kCPU) call.device = wanted;
-  TORCH_CHECK(
-      !call.on_two_devices || (operation.may_mix && call.other.is_cpu()),
-      "Expected all tensors to be on the same device, but found at least two devices, ",
-      call.device, " and ", call.other, "! (", operation.name, ")");
   std::optional<GeneratorAsCpu> generator;
   if (operation.generator >= 0) {
     auto& arg = args[operation.generator];
@@ -756,22 +769,16 @@ static void run(const OperatorHandle& op, Stack* stack) {
   if (operation.is_view) return;
 
   // 4) Who has touched what, on which stream.
-  std::vector<Tensor> tensors;
-  for (auto& [t, writes] : call.touched) tensors.push_back(t);
-  const StreamId stream = current(call.device.index());
-  launch(stream, priced(operation.name, tensors));
-  std::vector<std::string> races;
-  for (auto& [t, writes] : call.touched) touch(t, writes, stream, operation.name, races);
-  tell_races(races);
+  call.note();
   // Indices of the host are copied; of a mask, PyTorch asks where it is true.
-  const bool by_index = operation.may_mix && (call.on_two_devices || call.has_mask);
+  const bool by_index = operation.may_mix && (call.other || call.has_mask);
   if (operation.waits || by_index) {
     tell("wait", operation.name, 0, true);
-    host_waits_for_stream(stream);
+    host_waits_for_stream(current(call.device.index()));
   }
 }
 
-// ---------- 5. attention: flash and memory-efficient, by the CPU's flash kernel -------------------
+// ---------- 5. kernels that a CPU has not: attention, and a norm ----------------------------------
 
 // The choice that PyTorch makes on an sm80 or newer: flash for 16 bits, memory-efficient in fp32 and
 // with a mask, written out else. What they keep for backward is what the CPU's flash kernel keeps.
@@ -818,6 +825,7 @@ static Tensor sum_heads(const Tensor& gradient, int64_t heads) {
   return gradient.unflatten(1, {heads, gradient.size(1) / heads}).sum(2);
 }
 
+// Flash and memory-efficient attention are the CPU's flash kernel.
 static void attention(const OperatorHandle& op, Stack* stack) {
   const Arguments args{op, *stack};
   const bool is_backward = args.has("grad_out") || args.has("grad_out_");
@@ -857,19 +865,49 @@ static void attention(const OperatorHandle& op, Stack* stack) {
       else results.emplace_back(at::empty({0}, args.tensor("query").options().dtype(kLong)));
     }
   }
-  TORCH_CHECK(
-      !call.on_two_devices, "Expected all tensors to be on the same device, but found at least two "
-      "devices, ", call.device, " and ", call.other, "! (", call.operation.name, ")");
+  call.require_one_device();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (auto& result : results) stack->push_back(result);
+  call.note();
+}
 
-  std::vector<Tensor> tensors;
-  for (auto& [t, writes] : call.touched) tensors.push_back(t);
-  const StreamId stream = current(call.device.index());
-  launch(stream, priced(call.operation.name, tensors));
-  std::vector<std::string> races;
-  for (auto& [t, writes] : call.touched) touch(t, writes, stream, call.operation.name, races);
-  tell_races(races);
+// A norm that a CPU build composes of many operations: a GPU's keeps the input and a number a row.
+static std::vector<int64_t> last_dimensions(const IValue& shape) {
+  std::vector<int64_t> dimensions;
+  for (int64_t i = -(int64_t)shape.toListRef().size(); i < 0; i++) dimensions.push_back(i);
+  return dimensions;
+}
+static void rms_norm(const OperatorHandle& op, Stack* stack) {
+  const Arguments args{op, *stack};
+  Call call{describe(op)};
+  const auto input = call.to_host(args.tensor("input"), false);
+  const auto weight = call.to_host(args.tensor("weight"), false);
+  const auto over = last_dimensions(args("normalized_shape"));
+  const auto x = input.to(kFloat);
+  std::vector<Tensor> results;
+  if (args.has("grad_out")) {
+    const auto grad = call.to_host(args.tensor("grad_out"), false).to(kFloat);
+    const auto normal = x * call.to_host(args.tensor("rstd"), false);
+    const auto g = weight.defined() ? grad * weight.to(kFloat) : grad;
+    const auto rstd = call.to_host(args.tensor("rstd"), false);
+    results.push_back((rstd * (g - normal * (g * normal).mean(over, true))).to(input.dtype()));
+    results.push_back(
+        weight.defined() ? (grad * normal).reshape({-1, weight.numel()}).sum(0)
+                               .view(weight.sizes()).to(weight.dtype())
+                         : Tensor());
+  } else {
+    const auto eps = args("eps").toOptional<double>();
+    const auto rstd = (x.square().mean(over, true) +
+        eps.value_or(std::numeric_limits<float>::epsilon())).rsqrt();
+    const auto normal = x * rstd;
+    results.push_back(
+        (weight.defined() ? normal * weight.to(kFloat) : normal).to(input.dtype()));
+    results.push_back(rstd);
+  }
+  call.require_one_device();
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (auto& t : results) stack->push_back(call.to_device(t));
+  call.note();
 }
 
 // ---------- 6. collectives: on a stream of their own, while gloo moves the bytes ------------------
@@ -1248,6 +1286,9 @@ static void install(bool replace) {
            "_scaled_dot_product_efficient_attention",
            "_scaled_dot_product_efficient_attention_backward"})
     implement(name, CppFunction::makeFromBoxedFunction<&attention>());
+
+  for (auto* name : {"_fused_rms_norm", "_fused_rms_norm_backward"})
+    implement(name, CppFunction::makeFromBoxedFunction<&rms_norm>());
 
   // Everything else. A CPU build has no kernels for CUDA, so a fallback takes all; a CUDA build's are
   // replaced one by one.
