@@ -1,28 +1,34 @@
 """
 Whole trainings on simulated GPUs (docs/simgpu.md), beside the same ones on a CPU.
 
-    python -m pytest -q tests/test_simgpu.py       # one, two and four GPUs, about two minutes
+    python -m pytest -q tests/test_simgpu.py       # one, two and four GPUs
 
 A mode is a combination of keys; together they have every pair of two keys' values. Of each run: its
 losses, norms and samples are those of one process on a CPU; nothing races; in a step that is not
-logged the host waits for nothing, unless rows are offloaded.
+logged the host waits for nothing, unless rows are offloaded. Then: the peak of the device's memory
+beside the plan's, and the bytes between host and device.
 """
 
 import functools
+import gc
 import itertools
+import math
 import os
 import random
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import on_ranks, read_metrics, run_training, values
+from harness import built, on_ranks, read_metrics, run_training, steps, tiny, values
 
 import fsdp
 import sample
 import train
+from configurator import resolve
+from ranks import World
 
 simgpu = sys.modules.get("simgpu")  # in ranks that harness has forked from the simulating server
 
@@ -242,3 +248,81 @@ def test_simgpu_trains_as_a_cpu_does(on_gpus, on_cpu, world, name):
         assert losses == pytest.approx(expected["evaluations"][int(step)], rel=limit)
     if not in_16_bits:
         assert all(rank["text"] == expected["text"] for rank in ranks)
+
+
+# ---------- memory ------------------------------------------------------------
+
+# Large enough that 512 bytes, to which an allocation is rounded, are little.
+LARGE = dict(n_layer=4, n_embd=192, block_size=64, batch_size=4, gradient_accumulation_steps=4,
+             dtype="float32")
+ZERO3 = dict(strategy="full_shard")
+CHECKPOINTED = dict(ZERO3, activation_checkpointing="full")
+WAYS = {
+    "ddp": dict(strategy="ddp"),
+    "shard_grad_op": dict(strategy="shard_grad_op", grad_sync="last"),
+    "full_shard": ZERO3,
+    "hybrid_shard": dict(strategy="hybrid_shard", shard_group_size=1),
+    "bfloat16": dict(ZERO3, dtype="bfloat16"),
+    "half offloaded": dict(ZERO3, cpu_offload=0.5),
+    "all offloaded": dict(ZERO3, cpu_offload=1.0),
+    "selective": dict(ZERO3, activation_checkpointing="selective"),
+    "full": CHECKPOINTED,
+    "activation_offload": dict(CHECKPOINTED, activation_offload=True),
+    "muon": dict(ZERO3, optimizer="muon"),
+}
+
+
+def case_memory(tmp, **keys):
+    """Bytes: a step's peak, and what it copies to the device and to the host."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    run = built(tmp, **{**LARGE, **keys})
+    steps(run)
+    torch.cuda.reset_peak_memory_stats()
+    with simgpu.watch() as seen:
+        steps(run, first=1)
+    copied = {way: sum(event.bytes for event in seen.copies if event.what.startswith(way))
+              for way in ("to device", "to host")}
+    rows = sum(p.to_local().nbytes for block in list(run.model.blocks)[1::2]
+               for p in block.parameters()) if keys["strategy"] == "full_shard" else 0
+    return dict(copied, peak=torch.cuda.max_memory_allocated() - before, rows=rows)
+
+
+@pytest.fixture(scope="module")
+def memory(tmp):
+    return on_ranks(2, {name: (case_memory, dict(tmp=tmp, device="cuda", **keys))
+                        for name, keys in WAYS.items()})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_simgpu_memory_is_what_the_plan_says(tmp, memory, way):
+    """The plan rehearses on fake tensors, on one stream. Here the real step ran, on FSDP's streams,
+    with buffers that live until another stream has read them."""
+    plan = pytest.importorskip("extras.plan").plan
+    world = World(size=2, device=torch.device("cuda"), local_size=2)
+    cfg = resolve(tiny(tmp, **{**LARGE, **WAYS[way], "device": "cuda"}), world, distributed=True)
+    machine = SimpleNamespace(gpu_memory=math.inf, host_memory=math.inf, gpus_per_node=8)
+    planned = plan(cfg, world, machine)["peak"]
+    peak = values(memory, way)[0]["peak"]
+    # Nothing is fragmented. What is above the plan: allocations are rounded up.
+    assert planned <= peak <= 1.005 * planned
+
+
+def test_simgpu_copies_between_host_and_device_are_the_formulas(memory):
+    micro_batches = 2
+    tokens = 4 * 64
+    # Inputs and targets in int64, of both and of the first of the next step.
+    batches = 3 * 2 * 8 * tokens
+    numbers = 200  # bytes: norms and scales of clipping, the loss
+
+    [r, _] = values(memory, "full_shard")
+    assert 0 <= r["to device"] - batches < numbers and r["to host"] < numbers
+    # Offloaded rows are copied for forward and for backward; a gradient goes back.
+    [r, _] = values(memory, "half offloaded")
+    assert 0 <= r["to device"] - batches - 2 * micro_batches * r["rows"] < numbers
+    assert 0 <= r["to host"] - micro_batches * r["rows"] < numbers
+    # A checkpointed block's input goes out and comes back.
+    [r, _] = values(memory, "activation_offload")
+    inputs = 4 * micro_batches * tokens * 192 * 4
+    assert 0 <= r["to device"] - batches - inputs < numbers
+    assert 0 <= r["to host"] - inputs < numbers
