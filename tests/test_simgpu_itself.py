@@ -22,6 +22,9 @@ import checkpoint
 from data.loader import Batches
 
 simgpu = sys.modules.get("simgpu")  # in ranks that harness has forked from the simulating server
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and simgpu is None,
+    reason="this machine has a GPU, which runs tests/test_cuda.py; or set SIM_GPUS=4")
 
 BUGS = {}  # name: (check, words that it says, function)
 
