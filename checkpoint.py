@@ -95,8 +95,9 @@ def require_finite_state(tensors, world, step):
     norms = []
     for t in tensors.values():
         rows = t.to_local() if isinstance(t, DTensor) else t
-        norms.append(rows.float().norm(1).cpu())
-    norms = all_reduce_mean_(torch.stack(norms), world)  # NaN and infinity stay what they are
+        norms.append(rows.float().norm(1).to(world.device))
+    # To the host once, since that waits for the GPU. NaN and infinity outlast a mean.
+    norms = all_reduce_mean_(torch.stack(norms).cpu(), world)
     for key, norm in zip(tensors, norms):
         if not norm.isfinite():
             raise SystemExit(

@@ -192,9 +192,9 @@ def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp, device):
                device=device)
     # 3 restarts, not 1: once, on CI, PyTorch's C++ aborted a restarted rank too (exit code -6)
     p = start(2, command(tmp, out, **run), tmp, "--max-restarts=3")
-    launch(2, arguments(tmp, whole, **run))
     wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 25,')
     kill(children(p.pid)[-1])
+    launch(2, arguments(tmp, whole, **run))
     text = finish(p, 120)
     assert p.returncode == 0 and "starting from" in text, text[-6000:]  # where the error is
     assert losses(out) == losses(whole)

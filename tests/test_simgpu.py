@@ -24,6 +24,7 @@ import pytest
 import torch
 from harness import built, on_ranks, read_metrics, run_training, steps, tiny, values
 
+import checkpoint
 import fsdp
 import sample
 import train
@@ -287,9 +288,13 @@ def case_memory(tmp, **keys):
         steps(run, first=1)
     copied = {way: sum(event.bytes for event in seen.copies if event.what.startswith(way))
               for way in ("to device", "to host")}
+    peak = torch.cuda.max_memory_allocated() - before
+    with simgpu.watch() as saving:
+        tensors = checkpoint.flat_state(run.model, run.optimizer)
+        checkpoint.require_finite_state(tensors, run.world, step=2)
     rows = sum(p.to_local().nbytes for block in list(run.model.blocks)[1::2]
                for p in block.parameters()) if keys["strategy"] == "full_shard" else 0
-    return dict(copied, peak=torch.cuda.max_memory_allocated() - before, rows=rows)
+    return dict(copied, peak=peak, rows=rows, asked=len(saving.waits))
 
 
 @pytest.fixture(scope="module")
@@ -330,3 +335,8 @@ def test_simgpu_copies_between_host_and_device_are_the_formulas(memory):
     inputs = 4 * micro_batches * tokens * 192 * 4
     assert 0 <= r["to device"] - batches - inputs < numbers
     assert 0 <= r["to host"] - inputs < numbers
+
+
+def test_simgpu_a_save_waits_once_for_all_norms(memory):
+    for way in ("ddp", "full_shard", "hybrid_shard", "muon"):
+        assert [rank["asked"] for rank in values(memory, way)] == [1, 1]
