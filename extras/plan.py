@@ -1,30 +1,32 @@
 """
-What will a config cost? Memory and traffic of a step, on GPUs that you need not have.
+What will a config cost? Memory, traffic and time of a step, on GPUs that you need not have.
 
-    python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu_memory=80
+    python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu=A100
     python -m extras.plan config/gpt3_13b.py --gpu_memory=139 --host_memory=256 --cpu_offload=0.4
-    python -m extras.plan config/llama2_7b.py --world_size=8 --plot=memory.png
+    python -m extras.plan config/llama2_7b.py --world_size=8,16,32,64 --gpu=H100 --tokens=1e11
+    python -m extras.plan config/llama2_7b.py --world_size=8 --gpu=H100 --plot=memory.png
     python -m extras.plan config/quickstart.py --world_size=2 --strategy=full_shard --events
 
-Every number is rehearsed (rehearse.py): the real step, on fake tensors, as rank 0 of that
-many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation (so a
-plan fits if it takes at most 90% of a GPU), and what compiling saves.
+Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, as rank 0 of
+that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation (so a
+plan fits if it takes at most 90% of a GPU), and what compiling saves. Times are estimates
+(timing.py); docs/measurements.md says how far they were from runs that others published.
 """
 
 import math
 import os
-import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
-from itertools import groupby
 
-import numpy as np
 import torch
 
-from configurator import STRATEGIES, load_config, package, resolve
+from configurator import SHARDED, STRATEGIES, load_config, resolve
+from extras import timing
+from extras.picture import check_plot, draw, print_events
 from extras.rehearse import KINDS, rehearse
 from fsdp import find_units
+from metrics import flops_per_token
 from ranks import World, run
 from train import meta_model, with_vocabulary
 
@@ -33,6 +35,7 @@ GIB = 2**30
 MIB = 2**20
 ON_DEVICE = KINDS[1:]  # KINDS[0] is host memory
 COLUMNS = (*ON_DEVICE, "peak", "host", "sent")
+TIMES = {"s/step": "{:.3f}", "tok/s": "{:,.0f}", "MFU": "{:.1%}", "exposed": "{:.1%}"}  # of a GPU
 
 
 # ---------- a row of the table ------------------------------------------------
@@ -41,7 +44,7 @@ COLUMNS = (*ON_DEVICE, "peak", "host", "sent")
 def plan(cfg, world, machine):
     """A row: the bytes that rank 0 holds at its peak, by kind, and where in the step that is;
     bytes of its node's host memory; bytes that it sends in a step."""
-    timeline, marks, events = rehearse(cfg, world)
+    timeline, marks, events, program = rehearse(cfg, world, machine.attention)
     on_device = timeline[:, 1:].sum(axis=1)
     top = int(on_device.argmax())
     peak = on_device[top]
@@ -65,74 +68,40 @@ def plan(cfg, world, machine):
     row["timeline"] = timeline
     row["marks"] = marks
     row["events"] = events
+    row["program"] = program
+    if machine.cluster:
+        row.update(times(program, cfg, world.size, machine))
     return row
 
 
-# ---------- what happens in a step --------------------------------------------
+def times(program, cfg, size, machine):
+    """The part of a row that needs a GPU's name; of one GPU."""
+    micro_batches = cfg.gradient_accumulation_steps // size
+    step = timing.run(program, machine.cluster, micro_batches)
+    rate = micro_batches * cfg.batch_size * cfg.block_size / step.seconds
+    return {
+        "step": step,
+        "s/step": step.seconds,
+        "tok/s": rate,
+        "MFU": rate * machine.flops_per_token / machine.cluster.gpu.peak,
+        "exposed": step.exposed,
+    }
 
 
-def print_events(row, micro_batches, unit, name, fold=True):
-    """Gathers, frees, reductions and the update, in order: bytes sent, and what the device
-    holds after each. fold: where a block does as the one before, one line says so."""
-    title = f"{row['strategy']}, a step of rank 0, in {name}"
-    print(f"\n{title:54s}{'sent':>8s}{'held':>14s}")
-    if row["strategy"] == "ddp":
-        print("(DDP reduces its gradients in buckets of 25 MiB, as they fill; here by block)")
-    events = [e for e in row["events"] if e.where not in ("clip", "optimizer")]
-    update = [e for e in row["events"] if e not in events]
-    rehearsed = update[-1].micro_batch
-    first = 1
-    for n in range(1, rehearsed + 1):
-        # The last but one stands for those that were left out.
-        last = first + micro_batches - rehearsed if n == rehearsed - 1 else first
-        many = f"micro-batches {first} to {last} of {micro_batches}, each"
-        print(many if last > first else f"micro-batch {first} of {micro_batches}")
-        here = [e for e in events if e.micro_batch == n]
-        print_steps(here, row, unit, fold)
-        if not here:
-            print("  nothing is gathered, freed or reduced")
-        first = last + 1
-    print("update")
-    print_steps(update, row, unit, fold)
-
-
-def print_steps(events, row, unit, fold):
-    """The events of a micro-batch, block by block."""
-    same = []  # places where the same happens as in the one before
-    before = None
-    for where, group in groupby(events, key=lambda e: e.where):
-        here = list(group)
-        pattern = [(e.what, relative(e.unit, where), e.size) for e in here]
-        if fold and pattern == before and "block" in where:
-            same.append(where)
-            continue
-        print_same(same)
-        same = []
-        before = pattern
-        for e in here:
-            what = e.what.replace("_", "-")
-            sent = f"{e.sent() / unit:,.2f}" if e.size else ""
-            held = row["timeline"][e.row, 1:].sum() / unit
-            print(f"  {where:20s}{what:16s}{e.unit:16s}{sent:>8s}{held:14,.2f}")
-            where = ""
-    print_same(same)
-
-
-def print_same(places):
-    if places:
-        numbers = [place.partition(" block ")[2] for place in places]
-        phase, _, _ = places[0].partition(",")
-        some = f"blocks {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"block {numbers[0]}"
-        print(f"  {phase}, {some}: the same")
-
-
-def relative(unit, where):
-    """Of a unit of block 5 in "backward, block 6": -1 and the rest of its name."""
-    found = re.match(r"block (\d+)(.*)", unit)
-    here = re.search(r"block (\d+)", where)
-    if not found or not here:
-        return unit
-    return int(found[1]) - int(here[1]), found[2]
+def calibrate(todo, machine, strategy):
+    """Set the rate of products so that --measured is what the config's own strategy gives."""
+    placed, world = todo[-1]
+    for one in todo:
+        if one[0].strategy == strategy:
+            placed, world = one
+    *_, program = rehearse(placed, world, machine.attention)
+    micro_batches = placed.gradient_accumulation_steps // world.size
+    tokens = micro_batches * placed.batch_size * placed.block_size
+    machine.cluster = timing.calibrated(
+        program, machine.cluster, micro_batches, tokens / machine.measured)
+    print(
+        f"{machine.measured:,.0f} tokens/s a GPU were measured ({placed.strategy}): products "
+        f"reach {machine.cluster.gpu.products:.1%} of the peak")
 
 
 # ---------- which strategies --------------------------------------------------
@@ -177,124 +146,6 @@ def variants(cfg, size, machine):
     return allowed
 
 
-# ---------- the picture -------------------------------------------------------
-
-# Of ON_DEVICE, from dark to light: the colours differ in grey too, and for colour-blind readers
-# (viridis). With ddp nothing is gathered, but autocast keeps copies in bf16: they count as that.
-COLORS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
-LABELS = ("parameters", "optimizer", "gradients", "gathered or cast", "activations")
-# The marks at which phases begin, and where on the x axis that is: they are as wide as they
-# last, roughly. The last one ends at END.
-PHASES = {
-    "forward": 0,
-    "forward, head": 1,
-    "backward, head": 1.4,
-    "optimizer": 3.2,
-}
-END = 3.6
-TICKS = {"forward": 0.5, "loss": 1.2, "backward": 2.3, "step": 3.4}
-
-
-def draw(rows, machine, unit, name, title, path):
-    """For each strategy what a GPU holds during a step's last micro-batch, stacked, and under
-    it which units are whole. unit, name: of the y axis, in bytes, and what it is called."""
-    Figure = package("matplotlib.figure", "--plot").Figure
-    # A Figure of its own, not pyplot's: that would look for a screen.
-    figure = Figure(figsize=(3.2 * len(rows) + 1, 6.4), layout="constrained")
-    panels, below = figure.subplots(
-        2, len(rows), sharex=True, sharey="row", squeeze=False, height_ratios=(5, 2))
-    highest = max(row["peak"] for row in rows)
-    limit = machine.gpu_memory / unit
-    names = unit_names(rows)
-    for row, panel, panel_below in zip(rows, panels, below):
-        x = x_of_rows(row)
-        draw_memory(panel, row, x, unit)
-        draw_units(panel_below, row, x, names)
-        peak = row["peak"] / unit
-        panel.set_title(f"{row['strategy']}: peak {peak:,.1f} {name}", fontsize=14)
-        if machine.gpu_memory < 3 * highest:  # a higher line would press the rest flat
-            panel.axhline(
-                limit,
-                color="black",
-                ls="--",
-                label=f"a GPU: {limit:.0f} {name}",
-            )
-        for each in (panel, panel_below):
-            for between in list(PHASES.values())[1:]:
-                each.axvline(between, color="black", alpha=0.2, lw=0.8)
-    panels[0].set_ylabel(f"{name} on a GPU", fontsize=12)
-    panels[0].tick_params(labelsize=12)
-    below[0].set_ylabel("units that are whole", fontsize=12)
-    figure.suptitle(title, fontsize=16)
-    # All panels have the same kinds, so one legend serves them all.
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles[::-1],  # from the top down, as they are stacked
-        labels[::-1],
-        loc="outside lower center",
-        ncols=len(handles),
-        fontsize=12,
-        handlelength=1.2,
-        columnspacing=1.2,
-        frameon=False,
-    )
-    figure.savefig(path, dpi=150)
-    return figure
-
-
-def x_of_rows(row):
-    """Where on the x axis each row of the timeline is. A step has many micro-batches: only
-    the last is drawn, and what comes before lies left of 0."""
-    start = {}
-    for n, where in row["marks"]:
-        start[where] = n  # the last of each
-    last = len(row["timeline"]) - 1
-    bounds = [start[where] for where in PHASES]
-    return np.interp(range(last + 1), [*bounds, last], [*PHASES.values(), END], left=-1)
-
-
-def draw_memory(panel, row, x, unit):
-    drawn = x >= 0
-    panel.stackplot(
-        x[drawn],
-        row["timeline"][drawn, 1:].T / unit,
-        labels=LABELS,
-        colors=COLORS,
-        lw=0,
-    )
-    panel.set_xlim(0, END)
-    panel.set_ylim(0, None)
-
-
-def unit_names(rows):
-    """The units in the order of their first gather, the root first; none if all rows are of
-    strategies that gather nothing."""
-    names = {}
-    for row in rows:
-        names.update(dict.fromkeys(e.unit for e in row["events"] if e.what == "all_gather"))
-    return list(names) or ["the model"]
-
-
-def draw_units(panel, row, x, names):
-    """A bar from each gather of a unit to its free."""
-    gathers = {}  # {unit: where its gather is on the x axis}
-    bars = {name: [] for name in names}
-    for e in row["events"]:
-        if e.what == "all_gather":
-            gathers[e.unit] = max(0, x[e.row])
-        elif e.what == "free":
-            begin = gathers.pop(e.unit)
-            if x[e.row] > begin:  # else it is of an earlier micro-batch
-                bars[e.unit].append((begin, x[e.row] - begin))
-    gathers_nothing = not any(bars.values())
-    for y, name in enumerate(names):
-        spans = [(0, END)] if gathers_nothing else bars[name]
-        panel.broken_barh(spans, (y - 0.5, 1), color=COLORS[3], lw=0)
-    panel.set_ylim(-0.5, len(names) - 0.5)
-    panel.set_yticks([0, len(names) - 1], [names[0], names[-1]], fontsize=12)
-    panel.set_xticks(list(TICKS.values()), TICKS, fontsize=12)
-
-
 # ---------- the command -------------------------------------------------------
 
 
@@ -307,52 +158,94 @@ def parse(argv):
         allow_abbrev=False,
     )
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
-    this_gpu = 80
-    if torch.cuda.is_available():
-        this_gpu = torch.cuda.get_device_properties(0).total_memory / GIB
     add = parser.add_argument
-    add("--world_size", type=int, default=1,
-        help=f"GPUs, at most {LARGEST:,}")
+    add("--world_size", type=numbers, default=[1], metavar="N,N",
+        help=f"GPUs, at most {LARGEST:,}; after the first, only times (with --gpu)")
     add("--strategy", choices=STRATEGIES,
         help="only this one; else all that the keys allow")
     add("--gpus_per_node", type=int, default=8,
-        help="GPUs that share host memory")
-    add("--gpu_memory", type=float, default=this_gpu,
-        help="GiB (this machine's, or 80)")
+        help="GPUs that share host memory and NVLink")
+    add("--gpu_memory", type=float,
+        help="GiB (that of --gpu or of this machine, or 80)")
     add("--host_memory", type=float, default=math.inf,
         help="GiB of a node")
     add("--plot", metavar="FILE.png",
-        help="draw a step's memory; .svg, .pdf too")
+        help="draw a step's memory and streams (with --gpu); .svg, .pdf too")
     add("--events", choices=("folded", "all"),
         help="what happens in the step, in order; =all: of every block")
+    times = parser.add_argument_group("how long it takes")
+    add = times.add_argument
+    add("--gpu", type=timing.find_gpu, default=timing.this_gpu(), metavar="NAME",
+        help=f"{', '.join(timing.GPUS)}, or PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s by its data "
+             "sheet (this machine's, if known)")
+    add("--network", type=float, metavar="GB/S",
+        help="Gb/s of a GPU to other nodes (A100 200, others 400)")
+    add("--attention", choices=timing.ATTENTION, default="flash2",
+        help="its kernel (%(default)s)")
+    add("--measured", type=float, metavar="TOK/S",
+        help="of one GPU, in a short run of this config: products then run as fast as there")
+    add("--tokens", type=float,
+        help="of a whole run: how many days, and GPU-hours")
+    add("--price", type=float,
+        help="of a GPU-hour: what --tokens cost")
     # A config file may follow: --events alone must not take it as its value.
     argv = ["--events=folded" if arg == "--events" else arg for arg in argv]
     own, rest = parser.parse_known_args(argv)
 
-    for key in ("world_size", "gpus_per_node", "gpu_memory", "host_memory"):
-        value = getattr(own, key)
-        if not value > 0:  # NaN is not
-            raise SystemExit(f"--{key}={value}: pass a number above 0")
-    if own.world_size > LARGEST:
-        raise SystemExit(f"--world_size={own.world_size}: pass at most {LARGEST}")
+    for key, value in vars(own).items():
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(n, (int, float)) and not n > 0 for n in values):  # NaN is not
+            raise SystemExit(f"--{key}={values[0]}: pass a number above 0")
+    if max(own.world_size) > LARGEST:
+        raise SystemExit(f"--world_size={max(own.world_size)}: pass at most {LARGEST}")
+    check_times(own)
     if own.plot:
         check_plot(own.plot)
-    own.gpu_memory *= GIB  # from here on in bytes
+    memory = own.gpu_memory or (own.gpu.gib if own.gpu else this_memory())
+    own.gpu_memory = memory * GIB  # from here on in bytes
     own.host_memory *= GIB
+    own.cluster = None
+    if own.gpu:
+        own.cluster = timing.Cluster(
+            own.gpu,
+            own.gpus_per_node,
+            network=own.network * 1e9 / 8 if own.network else own.gpu.network,
+            attention=own.attention,
+        )
     return own, rest
 
 
-def check_plot(path):
-    """SystemExit now, not after the rehearsals."""
-    package("matplotlib.figure", "--plot")
-    is_picture = path.endswith((".png", ".svg", ".pdf"))
-    if not is_picture or not os.path.isdir(os.path.dirname(path) or "."):
-        raise SystemExit(f"--plot={path}: pass a .png, .svg or .pdf in a folder you have")
+def numbers(text):
+    return sorted({int(n) for n in text.split(",")})
+
+
+def this_memory():
+    """GiB of this machine's GPU, or 80."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / GIB
+    return 80
+
+
+def check_times(own):
+    """SystemExit if what is asked for needs something else."""
+    asked = {key: getattr(own, key) for key in ("network", "measured", "tokens", "plot")}
+    asked["world_size"] = own.world_size[1:]
+    for key, value in asked.items():
+        if value and not own.gpu:
+            raise SystemExit(f"--{key} needs a GPU's times: add --gpu=H100, or see --help")
+    if own.price and not own.tokens:
+        raise SystemExit(f"--price={own.price:g} needs --tokens, of the whole run")
+    if own.world_size[1:] and own.world_size[0] == 1:
+        raise SystemExit(
+            "--world_size=1 has nothing to send: begin the list with 2, or ask for 1 alone")
+    if own.gpu and own.attention not in (*own.gpu.attention, "written_out"):
+        known = ", ".join((*own.gpu.attention, "written_out"))
+        raise SystemExit(f"--attention={own.attention} on this GPU: known are {known}")
 
 
 def main(argv):
     machine, rest = parse(argv)
-    size = machine.world_size
+    size = machine.world_size[0]
     cfg = with_vocabulary(load_config(rest, vars(machine)))
     todo = variants(cfg, size, machine)
 
@@ -368,19 +261,26 @@ def main(argv):
         f"planned with gradient_accumulation_steps={steps}, a multiple of {size}: "
         f"{steps // size} x batch_size {cfg.batch_size} x {cfg.block_size:,} tokens a GPU "
         "and step")
+    if machine.cluster:
+        machine.flops_per_token = flops_per_token(model, World())
+        machine.cluster = replace(machine.cluster, compiled=cfg.compile)
+        if machine.measured:
+            calibrate(todo, machine, strategy=cfg.strategy or "full_shard")
 
     # The table, a line as soon as it is known.
     unit, name = MIB, "MiB"
     if 16 * n >= GIB:  # 16 bytes a parameter
         unit, name = GIB, "GiB"
     heads = [key.replace("host", "host/node") for key in COLUMNS]
-    print_line(f"{name} a GPU", heads, "fits", "peak at")
+    timed = TIMES if machine.cluster else ()
+    print_line(f"{name} a GPU", heads, timed, "fits", "peak at")
     rows = []
     for placed, world in todo:
         row = plan(placed, world, machine)
         cells = [f"{row[key] / unit:,.2f}" for key in COLUMNS]
         fits = "yes" if row["fits"] else "no"
-        print_line(row["strategy"], cells, fits, row["where"])
+        timed = clock(row) if machine.cluster else ()
+        print_line(row["strategy"], cells, timed, fits, row["where"])
         # Beside others, `single` is there to compare with: its memory is ddp's.
         if placed.strategy != "single" or size == 1:
             rows.append(row)
@@ -392,16 +292,75 @@ def main(argv):
     if machine.plot:
         files = [arg for arg in rest if not arg.startswith("--")]
         title = os.path.basename(files[-1]).removesuffix(".py") if files else cfg.model
-        title += f" on {size} GPUs of {memory:.0f} GiB: what each holds during a training step"
+        title += f" on {size} GPUs of {memory:.0f} GiB: what each holds and does in a step"
         draw(rows, machine, unit, name, title, machine.plot)
         print(f"wrote {machine.plot}")
+    if machine.world_size[1:]:
+        print_more_gpus(rows, cfg, machine)
     fitting = [row["strategy"] for row in rows if row["fits"]]  # the simplest first
+    picked = fitting[0] if fitting else rows[-1]["strategy"]
+    print_times(rows, picked, size, machine)
     if fitting:
-        print(f"take --strategy={fitting[0]}, the simplest that fits")
+        print(f"take --strategy={picked}, the simplest that fits")
     else:
         print(
             "nothing fits: try --loss_chunks=8, --activation_checkpointing=selective, then "
             "full, a smaller --batch_size, --cpu_offload=0.25 and up; or more GPUs")
+    return rows
+
+
+def print_more_gpus(rows, cfg, machine):
+    """Times of the same rehearsals on more GPUs, and from where on more of them help less."""
+    print()
+    print_line("", ["GPUs", "batches", "all tok/s"], TIMES)
+    first = machine.world_size[0]
+    for row in rows:
+        rates = {}  # {GPUs: tokens/s of all}
+        for size in machine.world_size:
+            try:
+                placed, _ = place(replace(cfg, strategy=row["strategy"]), size, machine)
+            except SystemExit:
+                continue  # the groups of hybrid_shard do not divide them
+            group = placed.shard_group_size
+            has_fewer_rows = placed.strategy in SHARDED and not group
+            program = timing.grown(row["program"], size / first, group, has_fewer_rows)
+            more = times(program, placed, size, machine)
+            rates[size] = size * more["tok/s"]
+            batches = placed.gradient_accumulation_steps // size
+            cells = [f"{size:,}", f"{batches:,}", f"{rates[size]:,.0f}"]
+            print_line(row["strategy"], cells, clock(more))
+        print_limit(row["strategy"], rates)
+
+
+def print_limit(strategy, rates):
+    first = min(rates)
+    for size, more in zip(rates, list(rates)[1:]):
+        gain = (rates[more] - rates[size]) / (more - size)
+        if gain < 0.8 * rates[first] / first:
+            print(
+                f"{strategy}: beyond {size} GPUs each one more gives less than 80% of one of "
+                f"the first {first}")
+            return
+
+
+def print_times(rows, picked, size, machine):
+    """What the times are, and the whole run's with the strategy that was picked."""
+    if not machine.cluster:
+        print(f"for times too add --gpu={', '.join(timing.GPUS)} or another's numbers (--help)")
+        return
+    kind = "compiled" if machine.cluster.compiled else "not compiled"
+    print(
+        f"times are of the steps alone, {kind}, at full power (below it 15 to 20% longer); "
+        "evaluation, saves and stragglers come on top")
+    if not machine.tokens:
+        return
+    row = {row["strategy"]: row for row in rows}[picked]
+    hours = machine.tokens / row["tok/s"] / 3600
+    days = hours / size / 24
+    print(f"{machine.tokens:,.0f} tokens with {picked} on {size} GPUs: {days:,.2f} days")
+    print(f"{hours:,.0f} GPU-hours")
+    if machine.price:
+        print(f"{hours * machine.price:,.0f} dollars, at {machine.price:g} a GPU-hour")
 
 
 def describe_units(model, cfg):
@@ -420,9 +379,15 @@ def count(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def print_line(head, cells, fits, where):
+def clock(row):
+    """Its TIMES as text."""
+    return [form.format(row[key]) for key, form in TIMES.items()]
+
+
+def print_line(head, cells, times, fits="", where=""):
     columns = "".join(f"{cell:>12s}" for cell in cells)
-    print(f"{head:13s}{columns}  {fits:4s}  {where}", flush=True)
+    columns += "".join(f"{cell:>10s}" for cell in times)
+    print(f"{head:13s}{columns}  {fits:4s}  {where}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

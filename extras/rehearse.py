@@ -1,9 +1,9 @@
 """
 A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number
 of ranks, on fake tensors, which have shapes and no memory. A ledger notes what each storage
-holds.
+holds, and what its streams do.
 
-    timeline, marks, events = rehearse(cfg, world)
+    timeline, marks, events, program = rehearse(cfg, world)
 
 This works for any model file and any key. All private parts of PyTorch that it needs are here.
 """
@@ -24,6 +24,15 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp
 import train
+from extras.program import (
+    Event,
+    Operation,
+    computed,
+    is_free,
+    joins,
+    recording_streams,
+    touched,
+)
 from optimizer import allocate_state
 
 try:
@@ -40,12 +49,16 @@ except ImportError as e:
 KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
 
 
-def rehearse(cfg, world):
+def rehearse(cfg, world, attention="flash2"):
     """A training step of rank 0:
 
     timeline  bytes of each of KINDS after every change: (changes, kinds)
     marks     [(row of the timeline, where)]: from there on the step is at this place
     events    [Event]: what is gathered, freed, reduced, sent and updated, in order
+    program   [Operation, Wait or Record]: what a GPU is asked for, in order, and on which
+              stream; timing.py gives it times
+
+    attention: one of timing.ATTENTION; "written_out" also keeps its T x T probabilities.
     """
     # Two micro-batches take the memory of any number: the first stands for all but the last.
     # With grad_sync=last the first one sends something else too, so it takes three.
@@ -58,7 +71,7 @@ def rehearse(cfg, world):
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     try:
-        with stand_ins(fake, ledger, cfg, on_gpu):
+        with stand_ins(fake, ledger, cfg, on_gpu, attention):
             world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
             model = train.meta_model(cfg)
             ledger.unit_names = name_units(model)
@@ -71,7 +84,7 @@ def rehearse(cfg, world):
     for event in ledger.events:
         if event.micro_batch == rehearsed - 1:  # it stands for those left out, too
             event.times += micro_batches - rehearsed
-    return timeline, marks, ledger.events
+    return timeline, marks, ledger.events, ledger.program
 
 
 def step(wrapped, model, cfg, world, ledger):
@@ -159,32 +172,12 @@ COLLECTIVES = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """What the ledger knows of a storage."""
     size: int = 0  # bytes, now
     kind: str = "activations"
     pinned: bool = True  # if it is in host memory: do a GPU's copies begin or end there?
-
-
-@dataclass
-class Event:
-    """One thing that happens between ranks or to a unit. size, ranks: of a collective's whole
-    buffer, in bytes, and of its group."""
-    what: str  # all_gather, reduce_scatter, all_reduce, all_to_all, free or step
-    unit: str  # root, block 3, block 3.mlp; none of clipping's and the optimizer's
-    where: str  # the last mark
-    row: int  # of the timeline, just after it
-    micro_batch: int  # from 1
-    size: int = 0
-    ranks: int = 1
-    times: int = 1  # in the step: a rehearsed micro-batch may stand for several
-
-    def sent(self):
-        """Bytes that a rank sends, if it goes round a ring: all of the buffer but a rank's
-        share, and in an all-reduce, which reduces and then gathers, twice that."""
-        rounds = 2 if self.what == "all_reduce" else 1
-        return rounds * self.size * (self.ranks - 1) / self.ranks
 
 
 class Ledger(TorchDispatchMode):
@@ -198,6 +191,7 @@ class Ledger(TorchDispatchMode):
         self.changes = []  # [(entry, bytes more or less)]
         self.marks = []  # [(number of changes before it, where)]
         self.events = []
+        self.program = []
         self.micro_batch = 0
         self.unit = ""  # that FSDP or DDP is busy with
         self.unit_names = {}  # {module: name}
@@ -207,6 +201,11 @@ class Ledger(TorchDispatchMode):
         if where == "forward":
             self.micro_batch += 1
 
+    def row(self):
+        """Of the timeline: how many changes since the step began."""
+        start, _ = self.marks[0]
+        return len(self.changes) - start
+
     @contextmanager
     def busy_with(self, module):
         before = self.unit
@@ -214,20 +213,17 @@ class Ledger(TorchDispatchMode):
         yield
         self.unit = before
 
-    def event(self, what, size=0, ranks=1):
+    def event(self, what, **collective):
+        """Note that something happens to the unit."""
         if not self.micro_batch:
             return  # before the step
         _, where = self.marks[-1]
-        now = len(self.changes)
-        new = Event(what, self.unit, where, now, self.micro_batch, size, ranks)
-        if what in ("free", "all_reduce") and self.events:
-            # A unit is freed tensor by tensor, and our DDP reduces so.
-            last = self.events[-1]
-            if replace(last, row=now, size=size) == new:
-                last.row = now
-                last.size += size
-                return
-        self.events.append(new)
+        new = Event(what, self.unit, where, self.row(), self.micro_batch, **collective)
+        if self.events and joins(self.events[-1], new):
+            self.events[-1].row = new.row
+            self.events[-1].size += new.size
+        else:
+            self.events.append(new)
 
     def label(self, kind, tensors, pinned=True):
         """Note what the tensors of a pytree are."""
@@ -266,12 +262,45 @@ class Ledger(TorchDispatchMode):
             self.label(TELLING[name], (args, kwargs))
         elif name == "aten._to_copy" and self.kind(args[0]) == "parameters":
             self.label("gathered", out)  # parameters in the compute type
+        if self.micro_batch and not is_free(op, name):
+            self.work(op, name, args, kwargs or {}, out)
+        return out
+
+    def work(self, op, name, args, kwargs, out):
+        """Note what an operation reads, writes, computes and sends."""
+        done = self.do(name, *touched(name, args, kwargs, out), **computed(op, args, kwargs, out))
         if name in COLLECTIVES:
             kind, buffer, group = COLLECTIVES[name]
-            ranks = dist.ProcessGroup.unbox(args[group]).size()
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group]))
+            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             size = sum(t.nbytes for t in tree_leaves(args[buffer]))
-            self.event(kind, size, ranks)
-        return out
+            self.event(kind, size=size, ranks=len(ranks), stride=stride)
+            done.event = self.events[-1]
+            done.size = size
+
+    def do(self, name, reads, writes, **computed):
+        """Note an operation on the current stream."""
+        _, where = self.marks[-1]
+        place = where, self.micro_batch, self.row()
+        done = Operation(name, *place, self.sizes(reads), self.sizes(writes), **computed)
+        self.program.append(done)
+        return done
+
+    def name_last(self, name):
+        """The last operation stands for another one."""
+        if self.micro_batch:
+            self.program[-1].name = name
+
+    def sizes(self, tensors):
+        """[(what is known of its storage, bytes)] of the tensors in a pytree."""
+        found = []
+        for t in tree_leaves(tensors):
+            if isinstance(t, torch.Tensor):
+                own = local(t)
+                storage = own.untyped_storage()
+                # An expanded tensor is smaller than it looks.
+                found.append((self.note(storage), min(own.nbytes, storage.nbytes())))
+        return found
 
     def timeline(self):
         """The step alone: row 0 is what there is before it, row n after n changes."""
@@ -282,8 +311,6 @@ class Ledger(TorchDispatchMode):
             row[KINDS.index(entry.kind)] = size
         start, _ = self.marks[0]
         marks = [(n - start, where) for n, where in self.marks]
-        for event in self.events:
-            event.row -= start
         return changes.cumsum(axis=0)[start - 1:], marks
 
 
@@ -292,19 +319,23 @@ def power_of_two(size):
     return 1 << (size - 1).bit_length()
 
 
-def storage_of(t):
-    """A tensor's memory. A DTensor wraps this rank's rows, and torchao wraps float8's rows."""
+def local(t):
+    """What has memory: a DTensor wraps this rank's rows, and torchao wraps float8's rows."""
     while is_traceable_wrapper_subclass(t):
         inner, _ = t.__tensor_flatten__()
         t = getattr(t, inner[0])
-    return t.untyped_storage()
+    return t
+
+
+def storage_of(t):
+    return local(t).untyped_storage()
 
 
 # ---------- stand-ins ---------------------------------------------------------
 
 
 @contextmanager
-def stand_ins(fake, ledger, cfg, on_gpu):
+def stand_ins(fake, ledger, cfg, on_gpu, attention):
     """What the rehearsal puts in place of PyTorch's own, where fake tensors need it, where
     memory changes unseen, and where a CPU's kernel keeps other things than a GPU's."""
     resize = torch.UntypedStorage.resize_
@@ -336,12 +367,14 @@ def stand_ins(fake, ledger, cfg, on_gpu):
         if "non_blocking" not in kwargs:
             return to(t, *args, **kwargs)
         copy = t.clone()  # PyTorch would spare it, since all is on one CPU here
+        ledger.name_last("copy")
         if ledger.kind(t) != "host":
             ledger.label("host", copy)
         return copy
 
     def to_cpu(t):
         copy = t.clone()
+        ledger.name_last("copy")
         ledger.label("host", copy)
         return copy
 
@@ -357,11 +390,19 @@ def stand_ins(fake, ledger, cfg, on_gpu):
         ledger.mark("clip")
         return clip(*args)
 
-    def update_nothing(*args, **kwargs):
+    def update_nothing(params, grads, *moments, **kwargs):
         """It works in place and allocates nothing. For fake DTensors PyTorch would run it on
         copies of all of them."""
+        if not ledger.micro_batch:
+            return
+        for name, on_host in (("update", False), ("update on the host", True)):
+            mine = [i for i, p in enumerate(params) if on_host == (ledger.kind(p) == "host")]
+            state = [[some[i] for i in mine] for some in (params, *moments) if some]
+            if mine:
+                ledger.do(name, (state, [grads[i] for i in mine]), state)
 
     patches = [
+        *recording_streams(ledger.program),
         patch.object(torch.UntypedStorage, "resize_", listed_resize),
         patch.object(torch.Tensor, "to", to_other_memory),
         patch.object(torch.Tensor, "cpu", to_cpu),
@@ -376,24 +417,24 @@ def stand_ins(fake, ledger, cfg, on_gpu):
         method = of_unit(getattr(FSDPParamGroup, name))
         patches.append(patch.object(FSDPParamGroup, name, method))
     if on_gpu:
-        patches += gpu_kernels()
+        patches += gpu_kernels(attention)
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
         yield
 
 
-def gpu_kernels():
+def gpu_kernels(attention):
     """Patches that keep for backward what a GPU's kernels keep."""
-    attention = F.scaled_dot_product_attention
+    fused_attention = F.scaled_dot_product_attention
     layer_norm = F.layer_norm
 
-    def never(*args):
-        return False
+    def is_written_out(*args):  # by itself it is for CPUs only
+        return attention == "written_out"
 
     # With dropout a CPU's kernel keeps T x T numbers, a GPU's does not.
     def without_dropout(*args, dropout_p=0.0, **kwargs):
-        return attention(*args, **kwargs)
+        return fused_attention(*args, **kwargs)
 
     # A GPU's kernel keeps a byte for each number, a CPU's as many as x has.
     def dropout(x, p=0.5, training=True, inplace=False):
@@ -407,7 +448,7 @@ def gpu_kernels():
         return layer_norm(x, shape, weight)
 
     return [
-        patch("model.explicit_is_faster", never),  # attention written out is for CPUs only
+        patch("model.explicit_is_faster", is_written_out),
         patch.object(F, "scaled_dot_product_attention", without_dropout),
         patch.object(F, "dropout", dropout),
         patch.object(F, "rms_norm", rms_norm),
@@ -424,6 +465,7 @@ def ddp_in(reduce_dtype, ledger):
             self.module = module
             self.require_backward_grad_sync = True  # fsdp.set_grad_sync sets it
             self.copies = []  # in reduce_dtype; NCCL keeps them until all is reduced
+            self.stream = torch.cpu.Stream()  # DDP reduces beside backward
             self.blocks = {p: block for block in module.blocks for p in block.parameters()}
             for p in module.parameters():
                 if p.requires_grad:
@@ -438,9 +480,17 @@ def ddp_in(reduce_dtype, ledger):
         def reduce(self, p):
             if self.require_backward_grad_sync:
                 self.copies.append(p.grad.to(reduce_dtype))
-                with ledger.busy_with(self.blocks.get(p, self.module)):
+                self.stream.wait_stream(torch.cpu.current_stream())
+                unit = self.blocks.get(p, self.module)
+                with ledger.busy_with(unit), torch.cpu.stream(self.stream):
                     dist.all_reduce(self.copies[-1])
+                # DDP would take 25 MiB at once.
+                ledger.program[-1].calls = min(1.0, p.nbytes / (25 * 2**20))
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self.copies.clear)  # at the end of backward
+                engine.queue_callback(self.finish)  # at the end of backward
+
+        def finish(self):
+            torch.cpu.current_stream().wait_stream(self.stream)
+            self.copies.clear()
 
     return OneByOne

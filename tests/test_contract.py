@@ -671,7 +671,7 @@ def test_contract_plan(tmp, model):
     world = World(size=2, local_size=2)
     cfg = resolve(small(tmp, model), world, distributed=True)
     device, _ = formulas.kept(train.meta_model(cfg), cfg, world)
-    timeline, marks, _ = rehearse(cfg, world)
+    timeline, marks, *_ = rehearse(cfg, world)
     where = {name: n for n, name in marks}
     _, parameters, _, gradients, *_ = timeline[where["optimizer"]]
     ask(parameters == device["parameters"], "the plan counts other parameters than there are")

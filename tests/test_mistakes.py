@@ -103,10 +103,16 @@ extras/plan.py
   --strategy=zero | full_shard
   --world_size=8 --strategy=single | --world_size=1
   --world_size=8 --strategy=ddp --cpu_offload=0.5 | hybrid_shard
-  --gpu=H100 | --help
+  --gpu=bogus; --gpu=1:2; --gpu=1:2:-3; --gpu=nan:1:1 | A100
+  --tokens=1e9; --network=400; --measured=1000; --world_size=2,4 | --gpu=H100
+  --gpu=H100 --price=2 | --tokens
+  --gpu=H100 --tokens=0; --gpu=H100 --tokens=1e9 --price=-1; --gpu=A100 --network=nan | above 0
+  --gpu=H100 --world_size=1,8 | begin the list with 2
+  --gpu=A100 --attention=cudnn; --gpu=H100 --attention=flash3 | triton
   --wrold_size=8 | world_size
   --gpu_memry=8 | gpu_memory
-  --plot=/nowhere/x.png; --plot=x.xyz | .png
+  --gpu=H100 --plot=/nowhere/x.png; --gpu=H100 --plot=x.xyz | .png
+  --plot=x.png | --gpu=H100
 checkpoint.py
   full ODD/nothing | no checkpoint
 extras/huggingface.py

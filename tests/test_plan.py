@@ -38,7 +38,9 @@ from extras.rehearse import KINDS, Event, rehearse
 from ranks import World
 
 GIB = 2**30
-MACHINE = SimpleNamespace(strategy=None, gpus_per_node=8, gpu_memory=80 * GIB, host_memory=math.inf)
+MACHINE = SimpleNamespace(
+    strategy=None, gpus_per_node=8, gpu_memory=80 * GIB, host_memory=math.inf, cluster=None,
+    attention="flash2")
 SMALL = ["--n_layer=3", "--n_head=6", "--n_embd=384", "--block_size=512", "--batch_size=4"]
 HYBRID = ["--strategy=hybrid_shard", "--shard_group_size=4"]
 
@@ -178,7 +180,7 @@ def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
     model = train.meta_model(cfg)
     device, host = formulas.kept(model, cfg, world)
     # on a CPU: what a GPU copies from is pinned, and more than the formula
-    timeline, marks, _ = rehearse(cfg, replace(world, device=torch.device("cpu")))
+    timeline, marks, *_ = rehearse(cfg, replace(world, device=torch.device("cpu")))
     counters = 4 * len(list(model.parameters()))  # AdamW counts its steps
     for n, where in (marks[0], marks[-1]):  # before the step, and before the optimizer's
         at = dict(zip(KINDS, timeline[n]))
@@ -215,7 +217,7 @@ def allocated(cfg, world):
 def test_plan_peak_is_a_real_steps(size, argv):
     cfg, world = placed(size, "--device=cpu", "--n_layer=2", "--vocab_size=512", "--block_size=128",
                         "--n_embd=192", *argv)
-    timeline, _, _ = rehearse(cfg, world)
+    timeline, *_ = rehearse(cfg, world)
     state = sum(timeline[0, KINDS.index(kind)] for kind in ["parameters", "optimizer"])
     tokens = 4 * 128 * 8  # the batch was there before the real step
     assert timeline.sum(axis=1).max() - state - tokens == pytest.approx(
@@ -224,7 +226,7 @@ def test_plan_peak_is_a_real_steps(size, argv):
 
 def peak_from(where, cfg, world):
     """Bytes on the device at their most from the last mark `where` to the next."""
-    timeline, marks, _ = rehearse(cfg, world)
+    timeline, marks, *_ = rehearse(cfg, world)
     starts = [n for n, _ in marks] + [len(timeline)]
     i = max(i for i, (_, name) in enumerate(marks) if name == where)
     return timeline[starts[i]:starts[i + 1], 1:].sum(axis=1).max()
@@ -263,7 +265,7 @@ def test_plan_pinned_host_memory_is_powers_of_two():
     """Parameters, gradients and activations of what is offloaded, each tensor; not the moments."""
     sizes = ["--n_layer=2", "--n_head=3", "--n_embd=384", "--block_size=96", "--bias=False"]
     cfg, world = placed(2, "--vocab_size=1000", "--cpu_offload=1", *sizes)
-    timeline, marks, _ = rehearse(cfg, world)
+    timeline, marks, *_ = rehearse(cfg, world)
     pinned = moments = 0
     for p in train.meta_model(cfg).parameters():
         own = 4 * math.ceil(len(p) / 2) * p[0].numel()
@@ -286,7 +288,7 @@ def test_plan_loss_chunks_lower_gpt2_xls_peak_by_the_logits():
     assert cfg.loss_chunks == 8  # the config has it on
     losses, peaks = [], []
     for chunks in (0, 8):
-        timeline, marks, _ = rehearse(*plan.place(replace(cfg, loss_chunks=chunks), 8, MACHINE))
+        timeline, marks, *_ = rehearse(*plan.place(replace(cfg, loss_chunks=chunks), 8, MACHINE))
         start = {where: n for n, where in marks}
         head = timeline[start["forward, head"]:start["backward, block 1"], 1:].sum(axis=1)
         losses.append(head.max() - head[0])
@@ -312,7 +314,7 @@ def test_plan_cpus_and_gpus_attention_differ():
 def kept_until_backward(*argv):
     """Bytes of activations at the end of the last block's forward, and the config."""
     cfg, world = placed(1, "--strategy=single", "--vocab_size=1000", *argv)
-    timeline, marks, _ = rehearse(cfg, world)
+    timeline, marks, *_ = rehearse(cfg, world)
     return timeline[dict(map(reversed, marks))["forward, head"], KINDS.index("activations")], cfg
 
 
@@ -402,7 +404,7 @@ def test_plan_rehearsed_collectives_are_the_closed_formula(name, more):
     n = [int(flag.split("=")[1]) for flag in more if flag.startswith("micro_batches")]
     cfg = load_config([*flags, f"--gradient_accumulation_steps={size * sum(n or [1])}"])
     cfg, world = plan.place(cfg, size, MACHINE)
-    _, _, events = rehearse(cfg, world)
+    _, _, events, _ = rehearse(cfg, world)
     collectives = Counter()
     for e in events:
         if e.size:
@@ -418,7 +420,7 @@ def test_plan_every_gathered_unit_is_freed(name, more):
     """And it is gathered by itself: never twice without a free. So each has a place and a row."""
     size, argv = WAYS[name]
     flags = [*TINY, *argv, *more, f"--gradient_accumulation_steps={2 * size}"]
-    timeline, _, events = rehearse(*plan.place(load_config(flags), size, MACHINE))
+    timeline, _, events, _ = rehearse(*plan.place(load_config(flags), size, MACHINE))
     whole = set()
     for e in events:
         if e.what == "all_gather":
@@ -453,7 +455,7 @@ def test_plan_events_come_in_the_order_of_a_real_step(tmp):
     real = on_ranks(2, {name: (case_collectives, dict(tmp=tmp, **keys[name])) for name in keys})
     for name in keys:
         cfg, world = plan.place(tiny(tmp, **keys[name]), 2, MACHINE)
-        _, _, events = rehearse(cfg, world)
+        _, _, events, _ = rehearse(cfg, world)
         planned = [[e.what, e.ranks, e.size] for e in events if e.size]
         assert len(planned) > 8 and planned == values(real, name)[0], name
 
@@ -533,11 +535,12 @@ def test_plan_sent_bytes_are_a_rings(collectives, sent):
     (16, 0, 90, True), (16, 0, 91, False), (16, 10, 90, True), (16, 11, 1, False),
     (2, 30, 1, True)])  # two ranks on their node
 def test_plan_fits_in_nine_tenths_of_a_gpu_and_a_nodes_host_memory(size, host, device, fits):
-    machine = SimpleNamespace(gpus_per_node=8, gpu_memory=100, host_memory=80)
+    sizes = dict(gpu_memory=100, host_memory=80)
+    machine = SimpleNamespace(**{**vars(MACHINE), **sizes})
     timeline = np.zeros((3, len(KINDS)))
     timeline[1:, :2] = (host, 1), (0, device)
-    seen = timeline, [(0, "forward"), (1, "optimizer")], []
-    with patch.object(plan, "rehearse", lambda cfg, world: seen):
+    seen = timeline, [(0, "forward"), (1, "optimizer")], [], []
+    with patch.object(plan, "rehearse", lambda *args: seen):
         one = plan.plan(*plan.place(load_config([]), size, machine), machine)
     assert (one["host"], one["peak"], one["fits"]) == (min(size, 8) * host, device, fits)
     assert one["where"] == ("forward" if device == 1 else "optimizer")
@@ -661,66 +664,94 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
             "2,048 tokens a GPU and step") in p.stdout
 
 
-@pytest.mark.parametrize("gpu_memory", [0.5, 80])
-def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
-    """Of a small model in MiB; a GPU that is much larger than the peak would press it flat."""
-    collections = pytest.importorskip("matplotlib.collections")
+def drawn(monkeypatch, *argv):
+    """(rows, figure) of a command with --plot."""
     figures, draw = [], plan.draw
     monkeypatch.setattr(plan, "draw", lambda rows, *a: figures.append((rows, draw(rows, *a))))
+    plan.main([*SMALL, "--world_size=4", "--gpu=H100", *argv])
+    return figures[0]
+
+
+def spans(panel):
+    """[(from, to, height, colour)] of its bars."""
+    found = []
+    for c in panel.collections:
+        for path in c.get_paths():
+            box = path.get_extents()
+            height = round((box.y0 + box.y1) / 2)
+            found.append((box.x0, box.x1, height, tuple(c.get_facecolor()[0])))
+    return found
+
+
+@pytest.mark.parametrize("gpu_memory", [0.5, 80])
+def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
+    """Of a small model in MiB, over the milliseconds of a step's last micro-batch; a GPU that is
+    much larger than the peak would press it flat."""
+    collections = pytest.importorskip("matplotlib.collections")
     path = tmp_path / "memory.png"
-    out = command(capsys, *SMALL, "--world_size=4", f"--gpu_memory={gpu_memory}", f"--plot={path}",
-                  "--vocab_size=5000", "--gradient_accumulation_steps=8", "--grad_sync=last")
-    assert path.read_bytes().startswith(b"\x89PNG") and f"wrote {path}" in out
-    rows, figure = figures[0]
+    rows, figure = drawn(
+        monkeypatch, f"--gpu_memory={gpu_memory}", f"--plot={path}", "--vocab_size=5000",
+        "--gradient_accumulation_steps=8", "--grad_sync=last")
+    assert path.read_bytes().startswith(b"\x89PNG") and f"wrote {path}" in capsys.readouterr().out
     names = [panel.get_title().split(":")[0] for panel in figure.axes[:3]]
     assert names == [r["strategy"] for r in rows] == ["ddp", "shard_grad_op", "full_shard"]
     assert figure.get_suptitle().startswith("gpt2 on 4 GPUs of ")
     assert figure.axes[0].get_ylabel() == "MiB on a GPU"
+    assert figure.axes[-1].get_xlabel() == "ms"
     for row, panel in zip(rows, figure.axes):
         filled = [c for c in panel.collections if isinstance(c, collections.PolyCollection)]
-        start = {where: n for n, where in row["marks"]}  # the last of each
-        first = start["forward"]
-        total = row["timeline"][first:, 1:].sum(axis=1) / 2**20
+        step = row["step"]
+        x = step.moments(range(len(row["timeline"]))) - step.begin(row["events"][-1].micro_batch)
+        total = row["timeline"][x >= 0, 1:].sum(axis=1) / 2**20
         outline = filled[-1].get_paths()[0].vertices  # of the activations: below, and back on top
-        x, y = outline[-2:-2 - len(total):-1].T
+        drawn_x, y = outline[-2:-2 - len(total):-1].T
         assert len(filled) == 5 and y == pytest.approx(total)
+        assert drawn_x == pytest.approx(1e3 * x[x >= 0])
         assert y.max() == pytest.approx(row["peak"] / 2**20)
         assert y.max() > 0.1 * panel.get_ylim()[1]  # not flat
-        begins = {"forward": 0, "forward, head": 1, "backward, head": 1.4, "optimizer": 3.2}
-        assert (x[1:] >= x[:-1]).all() and x[-1] == 3.6
-        assert [x[start[where] - first] for where in begins] == list(begins.values())
         lines = {line.get_ydata()[0] for line in panel.lines if line.get_linestyle() == "--"}
         assert lines == ({512} if gpu_memory == 0.5 else set())  # the GPU's size
 
 
 def test_plan_plot_shows_which_unit_is_whole_when(tmp_path, monkeypatch):
-    """Of the last of 3 micro-batches; under each strategy a row for each unit, the root lowest."""
+    """Of the last of 3 micro-batches; under each strategy a row for each unit, the root lowest. And
+    below, what computes and what communicates: a block is gathered while the one before runs."""
     pytest.importorskip("matplotlib")
-    figures, draw = [], plan.draw
-    monkeypatch.setattr(plan, "draw", lambda rows, *a: figures.append(draw(rows, *a)))
-    plan.main([*SMALL, "--world_size=4", f"--plot={tmp_path}/m.svg", "--vocab_size=500",
-               "--gradient_accumulation_steps=12"])
-    bars = []  # of each strategy: {unit: [(from, to)]}
-    for panel in figures[0].axes[3:]:
-        spans = [(box.x0, box.x1, round(box.y0 + 0.5)) for c in panel.collections
-                 for box in (path.get_extents() for path in c.get_paths())]
-        bars.append([[(x0, x1) for x0, x1, y in spans if y == unit] for unit in range(4)])
-    ticks = figures[0].axes[3].get_yticklabels()
+    rows, figure = drawn(monkeypatch, f"--plot={tmp_path}/m.svg", "--vocab_size=500",
+                         "--gradient_accumulation_steps=12")
+    bars = []  # of each strategy: [[(from, to)] of each unit]
+    for panel in figure.axes[3:6]:
+        found = sorted(spans(panel))
+        bars.append([[(x0, x1) for x0, x1, y, _ in found if y == unit] for unit in range(4)])
+    ticks = figure.axes[3].get_yticklabels()
     assert [tick.get_text() for tick in ticks] == ["root", "block 2"]
     ddp, zero2, zero3 = bars
-    assert ddp == [[(0, 3.6)]] * 4
+    assert all(unit == ddp[0] and len(unit) == 1 for unit in ddp)  # always
     assert [len(unit) for unit in zero2] == [1, 1, 1, 1]
     assert [len(unit) for unit in zero3] == [1, 2, 2, 2]
     for a, b in zip(zero2[1:], zero2[2:]):  # a staircase: the last in is the first out
-        assert a[0][0] < b[0][0] < 1 and 1.4 < b[0][1] < a[0][1] < 3.2
-    for a, b in zip(zero3[1:], zero3[2:]):  # one by one up, and one ahead down
-        assert a[0][1] < b[0][0] < b[0][1] <= 1 and b[1][0] < a[1][0] < b[1][1] < a[1][1]
+        assert a[0][0] < b[0][0] < b[0][1] < a[0][1]
+    for a, b in zip(zero3[1:], zero3[2:]):  # up and down, always one ahead
+        assert a[0][0] < b[0][0] < a[0][1] < b[0][1] < b[1][1] < a[1][1]
+        assert b[1][0] < a[1][0] < b[1][1]
+
+    for row, panel in zip(rows, figure.axes[6:]):
+        begin = row["step"].begin(2)
+        compute = [(x0, x1) for x0, x1, y, _ in spans(panel) if y == 1]
+        sent = [(x0, x1, color) for x0, x1, y, color in spans(panel) if y == 0]
+        idle = sum(b - a for a, b in row["step"].waits if a >= begin)
+        end = max(x1 for _, x1 in compute)
+        assert end - sum(x1 - x0 for x0, x1 in compute) == pytest.approx(1e3 * idle, abs=1e-6)
+        assert len({color for _, _, color in sent}) == (1 if row["strategy"] == "ddp" else 2)
+    gather_of_block_1 = zero3[2][1][0]  # in backward
+    assert any(x0 <= gather_of_block_1 < x1 for x0, x1 in compute)
 
 
 def test_plan_refused_leaves_an_earlier_picture_whole(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "memory.png").write_bytes(b"the last plan's")
-    assert "freeze" in refused(plan.main, [f"--plot={tmp_path}/memory.png", "--freeze=nobody"])
+    argv = ["--gpu=H100", f"--plot={tmp_path}/memory.png", "--freeze=nobody"]
+    assert "freeze" in refused(plan.main, argv)
     assert (tmp_path / "memory.png").read_bytes() == b"the last plan's"
 
 
@@ -739,7 +770,7 @@ def accuracy():
                         f"--gradient_accumulation_steps={3 * size}"]
                 cfg, world = placed(size, *flags, *more)
                 start = time.time()
-                timeline, _, _ = rehearse(cfg, world)
+                timeline, *_ = rehearse(cfg, world)
                 seconds += time.time() - start
                 peak = timeline.sum(axis=1).max()
                 off = peak / tracked(cfg, world) - 1

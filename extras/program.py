@@ -1,0 +1,151 @@
+"""
+What a GPU is asked for in a step: the program that rehearse.py records and timing.py prices.
+
+It has Operations, each on a stream, and what makes one stream wait for another: a Record of an
+event, and a Wait for it. FSDP2 asks for all of them itself, so their order is its own.
+"""
+
+from dataclasses import dataclass, field, replace
+from unittest.mock import patch
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+COMPUTE = torch.cpu.current_stream()  # the stream of all that asks for no other
+UPDATE = ("clip", "optimizer")  # where in a step the update is
+# Operations that touch no memory, though PyTorch does not call them views.
+FREE = {
+    "aten._unsafe_view", "aten.empty.memory_format", "aten.empty_like", "aten.empty_strided",
+    "aten.new_empty", "profiler._record_function_enter_new",
+    "profiler._record_function_exit._RecordFunction",
+}
+# Those that read as much as they return, whatever the table's size.
+LOOK_UPS = {
+    "aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select",
+    "aten.nll_loss_forward",
+}
+
+
+@dataclass
+class Event:
+    """One thing that happens between ranks or to a unit. size, ranks: of a collective's whole
+    buffer, in bytes, and of its group."""
+    what: str  # all_gather, reduce_scatter, all_reduce, all_to_all, free or step
+    unit: str  # root, block 3, block 3.mlp; none of clipping's and the optimizer's
+    where: str  # the last mark
+    row: int  # of the timeline, just after it
+    micro_batch: int  # from 1
+    size: int = 0
+    ranks: int = 1
+    stride: int = 1  # from one of these ranks to the next
+    times: int = 1  # in the step: a rehearsed micro-batch may stand for several
+
+    def sent(self):
+        """Bytes that a rank sends, if it goes round a ring: all of the buffer but a rank's
+        share, and in an all-reduce, which reduces and then gathers, twice that."""
+        rounds = 2 if self.what == "all_reduce" else 1
+        return rounds * self.size * (self.ranks - 1) / self.ranks
+
+
+@dataclass(eq=False)
+class Operation:
+    """What a GPU does at one go: a kernel, a copy or a collective."""
+    name: str  # PyTorch's; or copy (between host and device), update, update on the host
+    where: str  # in the step
+    micro_batch: int
+    row: int  # of the timeline, just after it
+    reads: list  # [(something that stands for a storage, bytes)]
+    writes: list
+    flops: float = 0.0
+    width: int = 2  # bytes of a number that it multiplies
+    head: int = 0  # of attention: the size of a head
+    length: int = 0  # of attention: tokens
+    event: object = None  # of a collective: rehearse.Event
+    size: int = 0  # of a collective's whole buffer
+    calls: float = 1.0  # of a collective: less than 1 where several are one
+    stream: object = field(default_factory=torch.cpu.current_stream)
+
+    def part(self):
+        """Of the step: the number of a micro-batch, or one more for the update."""
+        return self.micro_batch + (self.where in UPDATE)
+
+    def moved(self):
+        """Bytes read and written."""
+        return sum(size for _, size in self.reads + self.writes)
+
+
+@dataclass(eq=False)
+class Wait:
+    """The stream does nothing more until the event."""
+    stream: object
+    event: object
+
+
+@dataclass(eq=False)
+class Record:
+    """The event is when the stream has done all that came before."""
+    stream: object
+    event: object
+
+
+def joins(before, event):
+    """A unit is freed tensor by tensor, and our DDP reduces so: is it more of the same?"""
+    same = replace(before, row=event.row, size=event.size) == event
+    return same and event.what in ("free", "all_reduce")
+
+
+def recording_streams(program):
+    """Patches. FSDP2 asks a CPU for streams and events as well, and gets some that do nothing:
+    now they note in the program who waits for whom."""
+
+    def wait_event(stream, event):
+        program.append(Wait(stream, event))
+
+    def record(event, stream=None):
+        program.append(Record(stream or torch.cpu.current_stream(), event))
+
+    def record_event(stream):
+        event = torch.cpu.Event()
+        event.record(stream)
+        return event
+
+    def wait_stream(stream, other):
+        stream.wait_event(other.record_event())
+
+    return [
+        patch.object(torch.cpu.Stream, "wait_event", wait_event),
+        patch.object(torch.cpu.Stream, "wait_stream", wait_stream),
+        patch.object(torch.cpu.Stream, "record_event", record_event),
+        patch.object(torch.cpu.Event, "record", record),
+    ]
+
+
+def is_free(op, name):
+    return op.is_view or name in FREE
+
+
+def touched(name, args, kwargs, out):
+    """(what an operation reads, what it writes), pytrees of tensors."""
+    if name in LOOK_UPS:
+        return out, out
+    if name == "fsdp.all_gather_copy_in":
+        return args[0], args[0]  # the rank's rows, to their place in the whole
+    if name.startswith("aten._foreach_") and out is None:
+        return (args, kwargs), args[0]  # in place
+    return (args, kwargs), out
+
+
+def computed(op, args, kwargs, out):
+    """dict of the FLOPs of a product or of attention, and what they depend on."""
+    count = flop_registry.get(op.overloadpacket)
+    if count:
+        return dict(flops=count(*args, **kwargs, out_val=out), width=args[-1].itemsize)
+    if "scaled_dot_product" not in str(op):
+        return {}
+    is_backward = "backward" in str(op)
+    q, k = args[1:3] if is_backward else args[:2]
+    B, nh, T, hs = q.shape
+    length = k.size(2)
+    # Causal: half of two products of 2 B nh T T hs. Backward has five.
+    flops = 2 * B * nh * T * length * hs * (2.5 if is_backward else 1)
+    return dict(flops=flops, width=q.itemsize, head=hs, length=length)

@@ -1,0 +1,434 @@
+"""
+How long does a step take? The rehearsal records what each stream of a GPU is asked for; here it
+gets prices, and the streams run side by side, as FSDP2 lets them.
+
+    timeline, marks, events, program = rehearse(cfg, world)
+    cluster = Cluster(GPUS["H100"], gpus_per_node=8, network=50e9)
+    step = run(program, cluster, micro_batches)
+    step.seconds, step.exposed
+
+An operation is a matrix product, attention, or bound by memory; a collective goes round a ring.
+The constants are published ones, with their sources; only the share of the peak that products
+reach was fitted. docs/measurements.md compares the results with runs that others published.
+"""
+
+import math
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from extras.program import COMPUTE, UPDATE, Operation, Wait
+from metrics import PEAK_FLOPS
+
+# ---------- the machine -------------------------------------------------------
+
+# What kernels reach of the peak bandwidth of memory: a judgement. From 0.7 to 1.0 the mean error
+# changes by less than a point.
+MEMORY_SHARE = 0.85
+KERNEL = 4e-6  # seconds that a kernel takes at least, with its launch
+# Kernels take so much longer while a collective runs, which needs cores and memory too.
+SLOWER = 1.2
+# NCCL's model of a ring (its tuning.cc): seconds a call, a hop in a node, a hop to another.
+CALL = 8.4e-6
+HOP = 3.4e-6
+HOP_ACROSS = 14e-6
+NETWORK_SHARE = 0.9  # of a line's rate
+PCIE = 25e9  # bytes/s of a copy from or to pinned memory: PCIe 4.0 x16 has 32; untested
+HOST = 25e9  # bytes/s of host memory, for each of the ranks that share it; untested
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str  # as PyTorch calls it
+    peak: float  # FLOP/s, dense, in bf16
+    products: float  # the share of the peak that matrix products reach
+    memory: float  # bytes/s
+    nvlink: float  # bytes/s that a ring reaches
+    network: float  # bytes/s of a GPU's line to other nodes
+    gib: float  # of memory
+    attention: dict  # FLOP/s of its kernels, forward and backward, with heads of (128, 64)
+
+
+A100 = GPU(
+    name="A100-SXM4-80GB",
+    peak=PEAK_FLOPS["A100-SXM4-80GB"],
+    products=0.783,  # fitted; 0.869 by Bekman's table of maximum achievable matmul FLOPS
+    memory=2.039e12,  # data sheet
+    nvlink=235e9,  # Bekman's all-reduce of 4 GB on 8
+    network=25e9,  # 1,600 Gb/s a node
+    gib=80,
+    attention=dict(  # flash-attention's charts
+        flash2=(203e12, 176e12),
+        triton=(95e12, 100e12),
+    ),
+)
+H100 = GPU(
+    name="H100 80GB HBM3",
+    peak=PEAK_FLOPS["H100 80GB HBM3"],
+    products=0.663,  # fitted; 0.803 by Bekman
+    memory=3.35e12,
+    nvlink=360e9,  # an estimate
+    network=50e9,  # 3,200 Gb/s a node
+    gib=80,
+    attention=dict(  # flash-attention's charts; cudnn's an estimate
+        flash2=(338e12, 296e12),
+        triton=(139e12, 168e12),
+        cudnn=(500e12, 400e12),
+    ),
+)
+GPUS = {
+    "A100": A100,
+    "A100-40": replace(A100, name="A100-SXM4-40GB", memory=1.555e12, gib=40),
+    "H100": H100,
+    "H200": replace(H100, name="H200", memory=4.8e12, gib=140),
+    # By its data sheet; shares as the H100's, attention an estimate. No published run to try.
+    "B200": replace(
+        H100,
+        name="B200",
+        peak=PEAK_FLOPS["B200"],
+        memory=7.7e12,
+        nvlink=700e9,
+        gib=178,
+        attention=dict(flash2=(400e12, 350e12), cudnn=(1000e12, 800e12)),
+    ),
+}
+
+
+ATTENTION = ("flash2", "triton", "cudnn", "written_out")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    gpu: GPU
+    gpus_per_node: int
+    network: float  # bytes/s of a GPU's line to other nodes
+    attention: str = "flash2"
+    compiled: bool = False
+
+
+def find_gpu(name):
+    """By its name here or in PyTorch, or by PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s."""
+    gpu = known_gpu(name)
+    if gpu:
+        return gpu
+    try:
+        peak, memory, nvlink = [float(n) for n in name.split(":")]
+    except ValueError:
+        peak = memory = nvlink = 0
+    if not 0 < min(peak, memory, nvlink) < math.inf:
+        raise SystemExit(
+            f"--gpu={name}: known are {', '.join(GPUS)}; or pass PEAK_TFLOPS:MEMORY_TB/s:"
+            "NVLINK_GB/s, as 989:3.35:360")
+    # Of another GPU's peak, products and attention get the H100's shares.
+    rates = {}
+    for kernel, (large, small) in H100.attention.items():
+        rates[kernel] = (large / H100.peak * peak * 1e12, small / H100.peak * peak * 1e12)
+    return replace(
+        H100,
+        name=name,
+        peak=peak * 1e12,
+        memory=memory * 1e12,
+        nvlink=nvlink * 1e9,
+        attention=rates,
+    )
+
+
+def known_gpu(name):
+    for key, gpu in GPUS.items():
+        if name.removeprefix("NVIDIA ").lower() in (key.lower(), gpu.name.lower()):
+            return gpu
+    return None
+
+
+def this_gpu():
+    """This machine's, None if it has none that is known."""
+    if torch.cuda.is_available():
+        return known_gpu(torch.cuda.get_device_name(0))
+    return None
+
+
+# ---------- prices, in seconds ------------------------------------------------
+
+
+def seconds(op, cluster):
+    """Of an Operation."""
+    if op.event:
+        event = op.event
+        return price_collective(
+            cluster, event.what, op.size, event.ranks, event.stride, op.calls)
+    return price(
+        cluster.gpu, op.name, op.moved(), op.flops, op.width, op.head, op.length,
+        cluster.attention)
+
+
+def price(gpu, name, moved, flops=0.0, width=2, head=0, length=0, attention="flash2"):
+    """Of an operation that reads and writes `moved` bytes and is no collective. The other
+    arguments are an Operation's."""
+    if name == "copy":
+        return moved / 2 / PCIE
+    if name == "update on the host":
+        return moved / HOST
+    if head:
+        large, small = gpu.attention[attention]
+        rate = large if head > 64 else small
+        return flops / rate * (1 + 600 / length) * (width / 2)
+    in_memory = moved / (gpu.memory * MEMORY_SHARE)
+    if flops:
+        # fp32 is TF32, at half the rate; float8 has twice the rate. The sum of both times was
+        # closer to published runs than the larger.
+        return flops / (gpu.peak * gpu.products) * (width / 2) + in_memory
+    return max(KERNEL, in_memory)
+
+
+def price_collective(cluster, what, size, ranks, stride=1, calls=1.0):
+    """Of a collective of `size` bytes in all, in a group whose ranks are `stride` apart."""
+    if ranks == 1:
+        return 0.0
+    in_node = min(ranks, max(1, cluster.gpus_per_node // stride))
+    nodes = math.ceil(ranks / in_node)
+    rounds = 2 if what == "all_reduce" else 1  # it reduces, and then gathers
+    across = rounds * (nodes - 1)
+    latency = CALL + across * HOP_ACROSS + (rounds * (ranks - 1) - across) * HOP
+    rate = cluster.gpu.nvlink
+    if nodes > 1:
+        # A ring leaves a node by the lines of all its GPUs there.
+        rate = min(rate, in_node * cluster.network * NETWORK_SHARE)
+    sent = rounds * size * (ranks - 1) / ranks
+    return calls * latency + sent / rate
+
+
+# ---------- compiled: neighbours become one kernel ----------------------------
+
+
+def fuse(program):
+    """The program with neighbours that are no products as one operation each: it reads what comes
+    from outside of it, and writes what is read outside."""
+    last_read = {}
+    for i, op in enumerate(program):
+        if isinstance(op, Operation):
+            last_read.update((storage, i) for storage, _ in op.reads)
+
+    fused = []
+    group = []
+    for i, op in enumerate(program):
+        together = can_fuse(op)
+        if group and not (together and group[-1].where == op.where):
+            fused.append(one_kernel(group, last_read, end=i))
+            group = []
+        if together:
+            group.append(op)
+        else:
+            fused.append(op)
+    if group:
+        fused.append(one_kernel(group, last_read, end=len(program)))
+    return fused
+
+
+def can_fuse(op):
+    """The model's own operations; not what FSDP2 does, nor the optimizer."""
+    if not isinstance(op, Operation) or op.flops or op.event:
+        return False
+    in_model = op.where.startswith(("forward", "backward"))
+    return in_model and op.stream is COMPUTE and op.name.startswith("aten.")
+
+
+def one_kernel(group, last_read, end):
+    reads = {}
+    writes = {}
+    for op in group:
+        for storage, size in op.reads:
+            if storage not in writes:
+                reads[storage] = max(size, reads.get(storage, 0))
+        for storage, size in op.writes:
+            writes[storage] = max(size, writes.get(storage, 0))
+    kept = [(storage, size) for storage, size in writes.items() if last_read.get(storage, 0) >= end]
+    return replace(group[-1], name="fused", reads=list(reads.items()), writes=kept)
+
+
+# ---------- the streams -------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Task:
+    """What a stream does without waiting for another one."""
+    stream: object
+    part: int  # as an Operation's
+    after: list  # tasks that must have ended before
+    event: object = None  # if it is a collective
+    prices: list = field(default_factory=list)  # [(row of the timeline, seconds)]
+    start: float = None
+    end: float = None
+
+    def seconds(self):
+        return sum(seconds for _, seconds in self.prices)
+
+
+def tasks_of(program, cluster):
+    """[Task], in the order in which the host asks for them."""
+    tasks = []
+    last = defaultdict(list)  # of a stream, or of a group of ranks: its last task
+    waits = defaultdict(list)  # of a stream: tasks that its next one comes after
+    reached = defaultdict(list)  # of an event: tasks that it comes after
+    growing = {}  # of a stream: the task that takes its next operation
+    for op in program:
+        if isinstance(op, Operation):
+            task = growing.get(op.stream)
+            if not task or op.event or task.part != op.part():
+                task = Task(op.stream, op.part(), waits.pop(op.stream, []), op.event)
+                tasks.append(task)
+                last[op.stream] = [task]
+                growing[op.stream] = task
+            if op.event:
+                # The collectives of a group queue, on whatever stream.
+                group = op.event.ranks, op.event.stride
+                task.after += last[group]
+                last[group] = [task]
+                del growing[op.stream]
+            task.prices.append((op.row, seconds(op, cluster)))
+            continue
+        if isinstance(op, Wait):
+            waits[op.stream] += reached[op.event]
+        else:
+            reached[op.event] = waits[op.stream] + last[op.stream]
+        growing.pop(op.stream, None)
+    return tasks
+
+
+def simulate(tasks):
+    """Set every task's start and end: the first of each stream runs when what it waits for has
+    ended."""
+    queues = defaultdict(deque)
+    for task in tasks:
+        queues[task.stream].append(task)
+    left = {task: task.seconds() for task in tasks}
+    now = 0.0
+    ended = set()
+    while any(queues.values()):
+        heads = [queue[0] for queue in queues.values() if queue]
+        running = [task for task in heads if ended.issuperset(task.after)]
+        slower = SLOWER if any(task.event for task in running) else 1.0
+        pace = {task: 1.0 if task.event else slower for task in running}
+        passed = min(left[task] * pace[task] for task in running)
+        for task in running:
+            if task.start is None:
+                task.start = now
+            left[task] -= passed / pace[task]
+            if left[task] <= 1e-12:
+                task.end = now + passed
+                ended.add(task)
+                queues[task.stream].popleft()
+        now += passed
+
+
+def run(program, cluster, micro_batches):
+    """A Step of so many micro-batches."""
+    if cluster.compiled:
+        program = fuse(program)
+    tasks = tasks_of(program, cluster)
+    simulate(tasks)
+    return Step(tasks, micro_batches)
+
+
+class Step:
+    """seconds; exposed: the share of them in which compute waits for communication. tasks: of the
+    one to three micro-batches that were rehearsed, and of the update."""
+
+    def __init__(self, tasks, micro_batches):
+        self.tasks = tasks
+        self.compute = [t for t in tasks if t.stream is COMPUTE and not t.event]
+        self.waits = []  # [(from, to)] in which compute waits
+        now = 0.0
+        for task in self.compute:
+            if task.start > now:
+                self.waits.append((now, task.start))
+            now = task.end
+
+        # The last but one stands for those that were left out, or are too many.
+        rehearsed = tasks[-1].part - 1
+        more = micro_batches - rehearsed
+        begin = self.begin(max(1, rehearsed - 1))
+        end = self.begin(max(2, rehearsed))
+        self.seconds = now + more * (end - begin)
+        waited = sum(b - a for a, b in self.waits)
+        waited += more * sum(b - a for a, b in self.waits if begin <= a < end)
+        self.exposed = waited / self.seconds
+
+    def begin(self, part):
+        """When a micro-batch begins, or the update."""
+        return max((task.end for task in self.compute if task.part < part), default=0.0)
+
+    @cached_property
+    def clock(self):
+        """[(row of the timeline, when compute comes there)]."""
+        ticks = [(0, 0.0)]
+        for task in self.compute:
+            now = task.start
+            pace = (task.end - task.start) / max(task.seconds(), 1e-12)
+            for row, seconds in task.prices:
+                now += pace * seconds
+                ticks.append((row, now))
+        return ticks
+
+    def moments(self, rows):
+        """When compute comes to these rows of the timeline."""
+        return np.interp(rows, *zip(*self.clock))
+
+    def span(self, event):
+        """(start, end) of a collective, (now, now) of another event."""
+        tasks = [task for task in self.tasks if task.event is event]
+        if tasks:
+            return tasks[0].start, tasks[-1].end
+        now = self.moments(event.row)
+        return now, now
+
+    def waited(self, event):
+        """Seconds in which compute waits while a collective runs."""
+        start, end = self.span(event)
+        return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.waits)
+
+
+# ---------- the same on other machines ----------------------------------------
+
+
+def grown(program, times, group=0, rows=True):
+    """The program on so many times more ranks. group: of hybrid_shard, the ranks that share a
+    copy, which stay as many. rows: does a rank then have fewer of them?"""
+    bigger = []
+    for op in program:
+        if isinstance(op, Operation):
+            if op.event and (op.event.ranks, op.event.stride) != (group, 1):
+                ranks = round(op.event.ranks * times)
+                op = replace(op, event=replace(op.event, ranks=ranks))
+            elif rows and (op.stream is not COMPUTE or op.where in UPDATE):
+                # What FSDP2 copies beside compute, clipping and the update.
+                op = replace(op, reads=fewer(op.reads, times), writes=fewer(op.writes, times))
+        bigger.append(op)
+    return bigger
+
+
+def fewer(sizes, times):
+    return [(storage, size / times) for storage, size in sizes]
+
+
+def calibrated(program, cluster, micro_batches, seconds):
+    """The cluster with the share of the peak at which a step takes so long. SystemExit if there
+    is none."""
+    def at(share):
+        return replace(cluster, gpu=replace(cluster.gpu, products=share))
+
+    low, high = 0.01, 1.0
+    longest, shortest = [run(program, at(share), micro_batches).seconds for share in (low, high)]
+    if not shortest <= seconds <= longest:
+        raise SystemExit(
+            f"--measured: that is {seconds:.3g} s a step, and it could be {shortest:.3g} to "
+            f"{longest:.3g}, whatever products reach; are --gpu and the keys those of the run?")
+    while high - low > 1e-5 * high:
+        middle = (low + high) / 2
+        if run(program, at(middle), micro_batches).seconds > seconds:
+            low = middle
+        else:
+            high = middle
+    return at(high)

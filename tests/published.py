@@ -1,0 +1,173 @@
+"""
+Throughputs that others published, and what the plan says of the same runs.
+
+    python tests/published.py runs.csv      # every row that our keys can say, and errors by group
+
+Twenty rows are here, for test_timing.py: those that share a rehearsal, of each kind. A file of
+more has the same columns and may have others. tok_s_gpu: tokens a second and GPU.
+"""
+
+import csv
+import io
+import os
+import sys
+from collections import defaultdict
+from contextlib import redirect_stdout
+from statistics import mean, median
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+# llm-foundry: scripts/train/benchmarking/README.md of mosaicml/llm-foundry, as of that month.
+# fms-fsdp: README.md of foundation-model-stack/fms-fsdp, at that commit.
+# torchtitan: docs/performance.md of pytorch/torchtitan, as of that month.
+ROWS = """\
+source,model,gpus,gpu,seq,mbs,accum,strategy,ac,compile,attn,dtype,reduce,tok_s_gpu,network
+llm-foundry 2023-10,mpt-13b,8,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4792,
+llm-foundry 2023-10,mpt-13b,16,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4767,
+llm-foundry 2023-10,mpt-13b,32,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4811,
+llm-foundry 2023-10,mpt-13b,64,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4800,
+llm-foundry 2023-10,mpt-1b,16,h100_80gb,2048,20,1,full_shard,none,0,flash-triton,bf16,fp32,46037,
+llm-foundry 2023-10,mpt-1b,32,h100_80gb,2048,20,1,full_shard,none,0,flash-triton,bf16,fp32,45130,
+llm-foundry 2023-10,mpt-1b,64,h100_80gb,2048,20,1,full_shard,none,0,flash-triton,bf16,fp32,44402,
+llm-foundry 2024-01,mpt-3b,128,h100_80gb,2048,8,1,shard_grad_op,none,0,flash2,bf16,fp32,23422,
+llm-foundry 2023-05,mpt-760m,16,a100_40gb,2048,12,1,full_shard,none,0,flash-triton,bf16,bf16,29607,
+llm-foundry 2023-05,mpt-760m,32,a100_40gb,2048,12,1,full_shard,none,0,flash-triton,bf16,bf16,29648,
+llm-foundry 2023-05,mpt-760m,64,a100_40gb,2048,12,1,full_shard,none,0,flash-triton,bf16,bf16,29344,
+llm-foundry 2023-05,mpt-760m,128,a100_40gb,2048,12,1,full_shard,none,0,flash-triton,bf16,bf16,28940,
+llm-foundry 2023-05,mpt-3b,32,a100_40gb,2048,6,1,full_shard,none,0,flash-triton,bf16,bf16,9914,
+llm-foundry 2023-05,mpt-3b,64,a100_40gb,2048,6,1,full_shard,none,0,flash-triton,bf16,bf16,9736,
+llm-foundry 2023-05,mpt-3b,128,a100_40gb,2048,6,1,full_shard,none,0,flash-triton,bf16,bf16,9538,
+torchtitan 2024-04,llama3-8b,64,a100_80gb,8192,1,1,full_shard,selective_op,0,sdpa,bf16,fp32,2973,
+fms-fsdp cf6e42c,llama2-7b,96,h100_80gb,4096,2,1,hybrid_shard,none,0,sdpa,bf16,bf16,7500,800 a node
+fms-fsdp ed74fd5,llama2-7b,96,h100_80gb,4096,2,1,hybrid_shard,none,1,sdpa,bf16,bf16,9600,800 a node
+fms-fsdp cf6e42c,llama2-7b,128,a100_80gb,4096,2,1,hybrid_shard,none,0,sdpa,bf16,bf16,3650,400 a node
+fms-fsdp ed74fd5,llama2-7b,128,a100_80gb,4096,2,1,hybrid_shard,none,1,sdpa,bf16,bf16,4550,400 a node
+"""
+
+# width, heads, layers (llm-foundry's yaml files; GPT-3's table)
+GPT = {
+    "mpt-125m": (768, 12, 12), "mpt-350m": (1024, 16, 24), "mpt-760m": (1536, 12, 24),
+    "mpt-1b": (2048, 16, 24), "mpt-3b": (2560, 20, 32), "mpt-7b": (4096, 32, 32),
+    "mpt-13b": (5120, 40, 40), "mpt-30b": (7168, 56, 48), "mpt-70b": (8192, 64, 80),
+    "gpt2-124m": (768, 12, 12), "gpt3-1.3b": (2048, 16, 24), "gpt3-2.7b": (2560, 20, 32),
+}
+# width, heads, of them for keys and values, layers, inner width, vocabulary (their config.json)
+LLAMA = {
+    "llama2-7b": (4096, 32, 32, 32, 11008, 32000), "llama2-13b": (5120, 40, 40, 40, 13824, 32000),
+    "llama-34b": (8192, 64, 8, 48, 22016, 32000), "llama2-70b": (8192, 64, 8, 80, 28672, 32000),
+    "llama3-8b": (4096, 32, 8, 32, 14336, 128256), "llama3-70b": (8192, 64, 8, 80, 28672, 128256),
+    "tinyllama-1.1b": (2048, 32, 4, 22, 5632, 32000),
+}
+GPU = {
+    "a100_40gb": "A100-40", "a100_80gb": "A100", "h100_80gb": "H100", "h200": "H200",
+    "h100_96gb_500w": "989:2.4:360", "b200_limited": "B200",
+}
+DTYPE = {"bf16": "bfloat16", "fp8": "float8", "fp32": "float32"}
+CHECKPOINTING = {"none": "none", "full": "full", "selective_op": "selective"}
+FULL_POWER = ("a100_40gb", "a100_80gb", "h100_80gb")
+
+
+def rows(file):
+    return list(csv.DictReader(file))
+
+
+def arguments(row):
+    """What plan is given to plan this row; None if its keys cannot say it."""
+    if row["ac"] not in CHECKPOINTING:
+        return None  # every second product, or a part of the blocks
+    ranks = int(row["gpus"])
+    keys = dict(
+        block_size=row["seq"],
+        batch_size=row["mbs"],
+        gradient_accumulation_steps=ranks * int(row["accum"]),
+        strategy=row["strategy"],
+        activation_checkpointing=CHECKPOINTING[row["ac"]],
+        compile=row["compile"] == "1",
+        dtype=DTYPE[row["dtype"]],
+        world_size=ranks,
+        gpu=GPU[row["gpu"]],
+        attention=attention(row["attn"]),
+    )
+    if row["strategy"] != "single":
+        keys["reduce_dtype"] = DTYPE[row["reduce"]]
+    if network(row["network"]):
+        keys["network"] = network(row["network"])
+    return [f"--{key}={value}" for key, value in {**model(row["model"]), **keys}.items()]
+
+
+def model(name):
+    if name in GPT:
+        width, heads, layers = GPT[name]
+        keys = dict(n_embd=width, n_head=heads, n_layer=layers, bias=name != "gpt2-124m")
+        return dict(keys, vocab_size=50368 if name.startswith("mpt") else 50304)
+    names = ("n_embd", "n_head", "n_kv_head", "n_layer", "n_inner", "vocab_size")
+    return dict(model="llama", **dict(zip(names, LLAMA[name])), tie_embeddings=False)
+
+
+def attention(kernel):
+    if kernel == "written out":
+        return "written_out"
+    # The first flash attention and Triton's are equally fast.
+    return "triton" if kernel.startswith(("flash-triton", "flash1")) else "flash2"
+
+
+def network(text):
+    """Gb/s of a GPU; None if it is not said."""
+    if not text[:1].isdigit():
+        return None
+    rate = int(text.split()[0])
+    return rate / 8 if "a node" in text else rate
+
+
+def predicted(row):
+    """(tokens/s of a GPU, the share of the step that is exposed)."""
+    from extras import plan
+
+    with redirect_stdout(io.StringIO()):
+        [planned] = plan.main(arguments(row))
+    return planned["tok/s"], planned["exposed"]
+
+
+def groups(row, exposed):
+    """The lines of the table that a row counts for."""
+    if row["dtype"] == "fp8":
+        return ["float8"]
+    if row["gpu"] not in FULL_POWER:
+        return [f"below full power: {row['gpu']}"]
+    found = ["all in bf16", row["gpu"], row["source"]]
+    if 8 <= int(row["gpus"]) <= 128:
+        found.append("on 8 to 128 GPUs")
+    else:
+        found.append("on fewer or more")
+    if exposed > 0.05:
+        found.append("more than 5% exposed")
+    return found
+
+
+def main(path):
+    ratios = defaultdict(list)
+    for row in rows(open(path)):
+        if arguments(row) is None:
+            continue
+        rate, exposed = predicted(row)
+        ratio = rate / float(row["tok_s_gpu"])
+        keys = ("source", "model", "gpus", "gpu", "seq", "mbs", "strategy", "ac", "compile")
+        print(f"{ratio:.2f}  {exposed:6.1%}  " + " ".join(row[key] for key in keys), flush=True)
+        for group in groups(row, exposed):
+            ratios[group].append(ratio)
+    print("\n| | rows | median | mean error | within 15% | within 25% |\n|---|---|---|---|---|---|")
+    for group, found in ratios.items():
+        print(f"| {group} | {len(found)} | {median(found):.2f} | {error(found):.1%} | "
+              f"{within(0.15, found):.0%} | {within(0.25, found):.0%} |")
+
+
+def error(ratios):
+    return mean(abs(ratio - 1) for ratio in ratios)
+
+
+def within(limit, ratios):
+    return mean(abs(ratio - 1) <= limit for ratio in ratios)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
