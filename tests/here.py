@@ -94,7 +94,8 @@ def main():
     dist.destroy_process_group()
     if world.rank > 0:
         return
-    print(f"{rates}: --gpu={gpu}\n\n| config | measured, ms | planned | planned / measured | exposed |")
+    print(f"{rates}: --gpu={gpu}\n")
+    print("| config | measured, ms | planned | planned / measured | exposed |")
     print("|---|---|---|---|---|")
     for keys, ms in zip(CONFIGS, measured):
         row = planned(keys, gpu)

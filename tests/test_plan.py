@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp
 import train
 from configurator import SHARDED, STRATEGIES, load_config
-from extras import plan
+from extras import plan, timing
 from extras.muon import divide
 from extras.rehearse import KINDS, Event, rehearse
 from ranks import World
@@ -332,13 +332,18 @@ def test_plan_counts_a_gpus_masks_and_the_fp32_of_qk_norm():
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b"])
-def test_plan_recipes_say_their_peak(name):
+def test_plan_recipes_say_their_peak_and_time(name):
     """As planned now; the larger ones' by the same command, in their headers too."""
     path = f"{HERE}/config/{name}.py"
     said = re.search(r"^# On (\d+) GPUs the plan's peak is ([\d.]+) GiB", open(path).read(), re.M)
     cfg = load_config([path])
     one = plan.plan(*plan.place(cfg, int(said[1]), MACHINE), MACHINE)
     assert f"{one['peak'] / GIB:.1f}" == said[2]
+    cluster = timing.Cluster(timing.H100, 8, timing.H100.network, compiled=cfg.compile)
+    micro_batches = cfg.gradient_accumulation_steps // int(said[1])
+    step = timing.run(one["program"], cluster, micro_batches)
+    seconds = re.search(r"^# With --gpu=H100 it plans ([\d.]+) s a step", open(path).read(), re.M)
+    assert f"{step.seconds:.3f}" == seconds[1]
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
@@ -644,7 +649,7 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     has the deep ones)."""
     code = """if True:
         import time, resource
-        from extras import plan
+        from extras import plan, timing
         start = time.time()
         plan.main(["config/gpt3_175b.py", "--world_size=1024", "--n_layer=4", "--gpu_memory=24"])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
