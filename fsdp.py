@@ -48,7 +48,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
@@ -478,11 +478,16 @@ def gather_full(t):
 
 
 def write_full(t, full):
-    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows."""
-    if isinstance(t, DTensor):
-        # src_data_rank=None: nothing is sent, since every rank has the whole.
-        full = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)
-    t.detach().copy_(full)
+    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows: full
+    may be anything that returns rows a to b as full[a:b]."""
+    t = t.detach()
+    if not isinstance(t, DTensor):
+        t.copy_(full[:] if t.dim() else full)
+        return
+    ranks = t.device_mesh["shard"].size()
+    most = math.ceil(len(t) / ranks)  # rows of a rank; the last ones may have fewer
+    first = most * t.device_mesh.get_local_rank("shard")
+    t.to_local().copy_(full[first:first + most])
 
 
 def broadcast_full(t, full):

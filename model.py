@@ -18,7 +18,7 @@ extras/. It defines ModelConfig, a dataclass of keys, and Model, an nn.Module th
                                      and the mean cross-entropy in fp32 of the targets that
                                      are not -1. Without: logits (B, 1, V) of the last
                                      position, and None. cache: optional
-    initial_value(name, shape, seed) -> the whole starting value of a parameter
+    initial_value(name, shape, seed) -> the starting value of a parameter: a tensor, or normal(...)
     head_loss(x, targets)            optional, for the key loss_chunks: from x (B, T, C), which
                                      the last norm returns, to (logits, loss). If
                                      self.loss_chunks is N > 0, in N pieces, and logits None
@@ -190,8 +190,9 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     def initial_value(self, name, shape, seed):
-        """The whole starting value of parameter `name`: fp32, on the CPU. It depends on the
-        seed and the name alone, so all world sizes and devices start from the same model.
+        """The starting value of parameter `name`: fp32, on the CPU. It depends on the seed and
+        the name alone, so all world sizes and devices start from the same model. Take value[:]
+        for all of it; value[a:b] draws these rows only.
         """
         module, kind = name.split(".")[-2:]
         if kind == "bias":
@@ -268,11 +269,34 @@ def cross_entropy(logits, targets, reduction="mean"):
     )
 
 
-def normal(shape, std, key):
-    """Normal numbers that depend on `key` alone; DTensor's own would depend on the mesh."""
-    generator = torch.Generator()
-    generator.manual_seed(derive_seed(*key))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+class normal:  # as `range` is one: it stands for numbers that slicing yields
+    """Normal numbers that depend on `key` alone; DTensor's own would depend on the mesh.
+
+    value[:] is a tensor of them all, value[a:b] of these rows. A rank need not draw the others:
+    the numbers come in chunks of rows, each from a generator of its own.
+    """
+
+    chunk = 2**20  # numbers, or one row if that is more; other sizes make other numbers
+
+    def __init__(self, shape, std, key):
+        self.shape = tuple(shape)
+        self.std = std
+        self.seed = derive_seed(*key)
+
+    def __getitem__(self, rows):
+        n, *row = self.shape
+        first, last, _ = rows.indices(n)
+        value = torch.empty(last - first, *row)
+        height = max(1, self.chunk // math.prod(row))  # rows of a chunk
+        for i in range(first // height, math.ceil(last / height)):
+            start = i * height
+            end = min(start + height, n)
+            generator = torch.Generator().manual_seed(self.seed + i)
+            drawn = torch.empty(end - start, *row).normal_(0.0, self.std, generator=generator)
+            a = max(first, start)
+            b = min(last, end)
+            value[a - first:b - first] = drawn[a - start:b - start]
+        return value
 
 
 def derive_seed(*key):

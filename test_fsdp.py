@@ -44,6 +44,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp
+import model
 import train
 from configurator import SHARDED
 from model import GPT, GPTConfig
@@ -268,6 +269,33 @@ for (world, keys), sync, option in itertools.product(STRATEGIES, ("every", "last
         name = f"coll-{keys['strategy']}-{sync}-{option}"
         kwargs = dict(**keys, grad_sync=sync, **OPTIONS[option])
         TRAFFIC[keys["strategy"], sync, option] = world, name, kwargs
+
+
+@case(*((world, f"drawn-{keys['strategy']}", keys) for world, keys in STRATEGIES[2:]))
+def case_drawn(tmp, **overrides):
+    with patch.object(model.normal, "chunk", 100):  # of a few rows of the tiny model
+        counted = []
+        numbers = torch.Tensor.normal_
+
+        def count(t, *args, **kwargs):
+            counted.append(t.numel())
+            return numbers(t, *args, **kwargs)
+
+        with patch.object(torch.Tensor, "normal_", count):
+            run = built(tmp, **overrides)
+        got = whole(run)  # collective
+        if run.world.rank > 0:
+            return sum(counted)
+        expected = harness.plain_model(run.cfg).named_parameters()
+        assert all(torch.equal(got[name], p) for name, p in expected)
+        return sum(counted)
+
+
+@pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in STRATEGIES[2:]])
+def test_mechanisms_a_rank_draws_its_rows_of_the_one_model(ranks, world, strategy):
+    drawn = values(ranks(world), f"drawn-{strategy}")
+    total = sum(p.numel() for p in plain_gpt().parameters() if p.dim() > 1)
+    assert max(drawn) < 0.6 * total  # its half, and the rest of a chunk
 
 
 @case(*TRAFFIC.values())

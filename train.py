@@ -51,7 +51,7 @@ def build(cfg, world, source=None):
     # 3) The optimizer, before any forward: after one the root stays gathered, and its
     # parameters are whole tensors.
     optimizer = make_optimizer(model, cfg)
-    # 4) Values. Every rank draws each initial value whole, and keeps its rows.
+    # 4) Values. Of initial ones every rank draws its rows, and few more.
     if source:
         allocate_state(optimizer)
         checkpoint.load(source, model, optimizer, world)

@@ -398,7 +398,7 @@ def plain_model(cfg):
 
 def initialized(model, seed):
     for name, p in model.named_parameters():
-        p.data.copy_(model.initial_value(name, p.shape, seed))
+        p.data.copy_(model.initial_value(name, p.shape, seed)[:])
     return model.eval()
 
 

@@ -12,6 +12,7 @@ import torch
 from harness import plain_gpt
 from torch.nn import functional as F
 
+import model
 import sample
 from model import attend
 
@@ -75,6 +76,17 @@ def test_model_initialization_covers_all_and_follows_the_table():
             assert abs(p.mean().item()) < std / 10
     with pytest.raises(ValueError, match="no initial value"):
         gpt.initial_value("transformer.rotary.weight", (2, 2), 0)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 9), (10, 3), (4, 30), (5, 2, 3)])
+def test_model_rows_of_an_initial_value_are_those_of_the_whole(monkeypatch, shape):
+    monkeypatch.setattr(model.normal, "chunk", 8)
+    value = model.normal(shape, 0.02, key=(1, "name"))
+    whole = value[:]
+    assert whole.shape == shape and whole.unique().numel() == whole.numel()
+    for a in range(len(whole) + 2):
+        for b in range(a, len(whole) + 2):
+            assert torch.equal(value[a:b], whole[a:b])
 
 
 def test_model_generate_draws_from_the_top_k_of_the_real_vocabulary():

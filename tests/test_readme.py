@@ -158,7 +158,7 @@ def case_readme():
     exec(block, scope)
     plain = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))
     for name, p in plain.named_parameters():
-        p.data.copy_(plain.initial_value(name, p.shape, 1337))
+        p.data.copy_(plain.initial_value(name, p.shape, 1337)[:])
     optimizer = torch.optim.AdamW(plain.parameters())
     for rows in tokens:
         plain(rows[:, :-1], rows[:, 1:])[1].backward()
