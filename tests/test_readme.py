@@ -175,7 +175,8 @@ def case_readme():
 def test_readme_shows_fsdp2_itself():
     r = values(on_ranks(2, {"readme": (case_readme, {})}), "readme")
     assert r[0]["units"] == ["", *(f"transformer.h.{i}" for i in range(4))]
-    assert r[0]["off"] < 1e-5 and r[0]["rows"] == 0  # half of the rows each
+    # Rounding, which Adam makes large where a gradient is nearly 0: 1e-5, and 7e-14 in fp64.
+    assert r[0]["off"] < 1e-4 and r[0]["rows"] == 0  # half of the rows each
 
 
 # -----------------------------------------------------------------------------
