@@ -44,6 +44,7 @@ import fsdp
 import sample
 import train
 from configurator import load_config, model_file, resolve
+from model import normal
 from ranks import World, first_line
 
 KEYS = dict(n_layer=2, max_iters=3, eval_interval=3)  # and those of --keys
@@ -161,7 +162,8 @@ def parameters(cfg):
         for global_seed, seed in ((1, 5), (2, 5), (2, 6)):
             torch.manual_seed(global_seed)
             with asked(f"initial_value must know {name}"):
-                drawn.append(ours.initial_value(name, p.shape, seed)[:])
+                value = ours.initial_value(name, p.shape, seed)
+                drawn.append(value[:] if isinstance(value, normal) else value)
         value, again, other = drawn
         right = isinstance(value, torch.Tensor) and value.shape == p.shape
         ask(right and value.dtype == torch.float32 and value.device.type == "cpu",

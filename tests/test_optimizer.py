@@ -163,7 +163,8 @@ def test_stock_optimizers_agree_sharded(tmp):
 def test_own_state_is_in_the_plan(tmp):
     from extras import plan  # a fork may have deleted it
 
-    machine = SimpleNamespace(gpu_memory=2**36, host_memory=2**40)
+    machine = SimpleNamespace(
+        gpu_memory=2**36, host_memory=2**40, attention="flash2", cluster=None)
     cfg = resolve(tiny(tmp, strategy="single"), World())
     with patch.object(train, "make_optimizer", Factored):
         row = plan.plan(cfg, World(), machine)

@@ -310,7 +310,8 @@ def test_simgpu_memory_is_what_the_plan_says(tmp, memory, way):
     plan = pytest.importorskip("extras.plan").plan
     world = World(size=2, device=torch.device("cuda"), local_size=2)
     cfg = resolve(tiny(tmp, **{**LARGE, **WAYS[way], "device": "cuda"}), world, distributed=True)
-    machine = SimpleNamespace(gpu_memory=math.inf, host_memory=math.inf, gpus_per_node=8)
+    machine = SimpleNamespace(
+        gpu_memory=math.inf, host_memory=math.inf, attention="flash2", cluster=None)
     planned = plan(cfg, world, machine)["peak"]
     peak = values(memory, way)[0]["peak"]
     # Nothing is fragmented. What is above the plan: allocations are rounded up.
