@@ -29,14 +29,14 @@ import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from configurator import model_config
+from configurator import model_args
 from data.loader import SafeUnpickler, data_dir, read_meta
 from fsdp import broadcast_full, gather_full, tied_names
 from ranks import (
@@ -66,9 +66,13 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 
 def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name. SystemExit if some of the state is no tensor."""
+    now; of tied parameters the first name. With LoRA only the adapters'. SystemExit if some of
+    the state is no tensor."""
     tensors = {}
+    left_out = getattr(model, "base_names", ())
     for name, p in model.named_parameters():
+        if name in left_out:
+            continue
         tensors[f"model.{name}"] = without_float8_wrapper(p.detach())
         if optimizer and p in optimizer.state:
             for key, t in optimizer.state[p].items():
@@ -123,10 +127,17 @@ def load(source, model, optimizer, world):
     if lacking and source.header["iter_num"]:
         print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
                       "train now; theirs starts anew")
-    tensors = flat_state(model, optimizer)
-    for key, t in tensors.items():
-        require_shape(source, key, tuple(t.shape), model.config)
+    fill(source, flat_state(model, optimizer), model.config, world)
+    if source.base:
+        # LoRA's adapters. What they adapt is in another file, maybe of other parts too.
+        own = {f"model.{name}": params[name].detach() for name in model.base_names}
+        fill(source.base, own, model.config, world)
 
+
+def fill(source, tensors, config, world):
+    """Set tensors, {flat key: tensor}, from the source (all ranks)."""
+    for key, t in tensors.items():
+        require_shape(source, key, tuple(t.shape), config)
     if source.sharded:
         group = patient_group() if dist.is_initialized() else None
         read_sharded(source.path, tensors, group)
@@ -294,9 +305,17 @@ class Source:
     shapes: dict  # {flat key: shape}
     get: object = None  # function: flat key -> the whole tensor on the CPU; only on rank 0
     sharded: bool = False
+    base: object = None  # the Source of what this one's adapters adapt
 
     def __getstate__(self):  # what the other ranks receive: they have no file open
         return {**vars(self), "get": None}
+
+
+def weights_of(source):
+    """The source without optimizer state and at step 0: another run starts from it."""
+    header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
+    shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
+    return replace(source, header=header, shapes=shapes)
 
 
 def find(out_dir, world):
@@ -414,6 +433,7 @@ class Saver:
         self.run_id = from_rank0(self.world, lambda: self.new_run(source, resumed))
         # Hugging Face's files that an export needs.
         self.kept = source.header.get("kept") if source else None
+        self.base = source.header.get("base") if source else None
 
     def new_run(self, source, resumed):
         run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
@@ -441,17 +461,18 @@ class Saver:
         names = {p: name for name, p in model.named_parameters()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         header = dict(
-            model_args=asdict(model_config(self.cfg)),
+            model_args=model_args(self.cfg),
             config=asdict(self.cfg),
             param_names=[names[p] for p in params],
             param_groups=optimizer.state_dict()["param_groups"],
-            ties=tied_names(model),
+            ties=[names for names in tied_names(model) if f"model.{names[0]}" in tensors],
             scaler=scaler.state_dict() or None,
             meta=read_meta(data_dir(self.cfg.dataset)),
             run=self.run_id,
             iter_num=step,
             best_val_loss=best_val_loss,
             kept=self.kept,
+            base=self.base,
         )
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}

@@ -21,6 +21,7 @@ import re
 import shutil
 from dataclasses import (
     MISSING,
+    asdict,
     dataclass,
     field,
     fields,
@@ -34,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+LORA = ("lora_rank", "lora_alpha", "lora_targets")
 SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
 STRATEGIES = ("single", "ddp") + SHARDED
 DTYPES = {
@@ -64,7 +66,8 @@ class Config:
     # --- files
     out_dir: Path = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
-    #   or in Hugging Face format: gpt2[-medium|-large|-xl], another hub name, a directory;
+    #   another run's out_dir, whose weights it takes, or in Hugging Face format:
+    #   gpt2[-medium|-large|-xl], another hub name, a directory;
     #   of its context it takes block_size at most
     checkpoint: Literal["full", "sharded"] = "full"  # full: one portable ckpt.pt.
     #   sharded: a directory, written in the background, for models too large for one host
@@ -87,6 +90,12 @@ class Config:
     # --- model
     model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py
     freeze: str = ""  # parameters whose name matches do not train, e.g. 'wte|wpe|h\.[0-9]\.'
+    # --- LoRA: train small matrices beside the blocks' linear layers (extras/lora.py)
+    lora_rank: Whole = 0  # 0: off; try 16. init_from names the base
+    lora_alpha: Number = 32.0  # what the adapters add is scaled by lora_alpha / lora_rank
+    lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'
+    frozen_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    #   to keep the base in; bfloat16 takes half the memory, and wants dtype=bfloat16
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
     momentum: BelowOne = 0.95  # Muon's
@@ -186,6 +195,14 @@ def model_config(cfg):
     """The part of cfg that the model's own ModelConfig has."""
     cls = model_file(cfg.model).ModelConfig
     return cls(**{f.name: getattr(cfg, f.name) for f in fields(cls)})
+
+
+def model_args(cfg):
+    """The model's keys, and LoRA's, as a checkpoint keeps them: who opens it needs no flags."""
+    args = asdict(model_config(cfg))
+    if cfg.lora_rank:
+        args.update({key: getattr(cfg, key) for key in LORA})
+    return args
 
 
 def load_config(argv, flags=()):
@@ -387,6 +404,10 @@ def conflicts(cfg, world, distributed):
          f"it counts all ranks' micro-batches; use a multiple of {size}"),
         ("dtype", cfg.dtype == "float8" and cfg.strategy == "ddp",
          "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
+        ("dtype", cfg.dtype == "float8" and cfg.lora_rank,
+         "LoRA's layers have no float8; use --dtype=bfloat16"),
+        ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
+         f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
         ("cpu_offload", cfg.cpu_offload and cfg.dtype in ("float8", "float16"),
          f"{cfg.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or "
          "float32"),

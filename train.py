@@ -71,6 +71,9 @@ def meta_model(cfg):
         raise SystemExit(
             f"the model has a buffer, {name}: nobody would shard or fill it; compute it in "
             "forward, or make it a parameter that does not train")
+    if cfg.lora_rank:
+        lora = extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
+        lora.adapt(model, cfg, DTYPES[cfg.frozen_dtype])
     if cfg.freeze:
         freeze(model, cfg.freeze)
     return model
@@ -193,10 +196,14 @@ def start(cfg, world):
             raise SystemExit(
                 f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
                 "auto to resume only if there is one")
+        if cfg.lora_rank:
+            raise SystemExit(
+                f"lora_rank={cfg.lora_rank}: adapters need a base; pass --init_from=DIR, a hub "
+                "name or another run's out_dir")
         return with_vocabulary(cfg), None, False
 
     sizes = source.header["model_args"]
-    before = {"model": "gpt2", "optimizer": "adamw"}  # nanoGPT's checkpoints name neither
+    before = {"model": "gpt2", "optimizer": "adamw", "lora_rank": 0}  # if it names none
     before.update(source.header["config"])
     before.update(sizes)
     block_size = cfg.block_size
@@ -205,11 +212,15 @@ def start(cfg, world):
         # A context shorter than the source's saves memory. (`describe` says if nobody asked.)
         cfg = replace(cfg, block_size=min(block_size, cfg.block_size))
     if resumed:
-        if cfg.optimizer != before["optimizer"]:
-            configurator.refuse("optimizer", cfg.optimizer, before["optimizer"], source.path)
+        for key in ("optimizer", "lora_rank"):
+            if getattr(cfg, key) != before[key]:
+                configurator.refuse(key, getattr(cfg, key), before[key], source.path)
         changed = configurator.differences(before, cfg)
         if changed:
             print0(world, f"this run differs from that of {source.path}: {', '.join(changed)}")
+    if cfg.lora_rank and not source.base:
+        lora = extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
+        source = lora.begin(source, meta_model(cfg), cfg)
     return cfg, source, resumed
 
 
@@ -225,13 +236,22 @@ def with_vocabulary(cfg):
 
 
 def open_source(cfg, world):
-    """What cfg.init_from names, opened; None for scratch, or if there is no checkpoint."""
+    """What cfg.init_from names, opened; None for scratch, or if there is no checkpoint. If it
+    holds adapters, what they adapt is opened too (all ranks)."""
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from in ("resume", "auto"):
-        return checkpoint.find(cfg.out_dir, world)
-    huggingface = extra("huggingface", wanted_by=f"init_from={cfg.init_from}")
-    return from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from))
+        source = checkpoint.find(cfg.out_dir, world)
+    else:
+        source = checkpoint.find(cfg.init_from, world)  # of another run
+        if source:
+            source = checkpoint.weights_of(source)
+        else:
+            huggingface = extra("huggingface", wanted_by=f"init_from={cfg.init_from}")
+            source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from))
+    if source and source.header.get("base"):
+        source.base = open_source(replace(cfg, init_from=source.header["base"]), world)
+    return source
 
 
 # ---------- one step, one evaluation ------------------------------------------

@@ -17,6 +17,7 @@ from harness import HERE, of_ours, refused, script, tiny
 
 import train
 from configurator import (
+    LORA,
     NUMBERS,
     Config,
     best_dtype,
@@ -83,9 +84,10 @@ def text_of(*patterns):
 NO_NUMBERS = set("""
     out_dir init_from checkpoint keep_checkpoints always_save_checkpoint eval_interval eval_iters
     eval_only log_interval wandb_log wandb_project wandb_run_name tensorboard max_iters device dtype
-    compile backend strategy shard_group_size reduce_dtype wrap_min_params cpu_offload
+    frozen_dtype compile backend strategy shard_group_size reduce_dtype wrap_min_params cpu_offload
     activation_checkpointing activation_offload loss_chunks prefetch_blocks grad_sync""".split())
-REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias"}  # if changed
+REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias",
+           *LORA}  # if changed
 
 
 def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():

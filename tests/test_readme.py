@@ -240,7 +240,7 @@ def test_house_the_ground_floor_knows_only_torch():
     for room, imported in house().items():
         if room in GROUND or room in ("extras.muon", "extras.float8"):
             assert imported == set(), room
-        if room in ("extras.llama", "extras.moe"):
+        if room in ("extras.llama", "extras.moe", "extras.lora"):
             assert imported == {"model"}, room
         if not room.startswith("extras."):  # what a fork may delete is imported by its key only
             assert not [name for name in imported if name.startswith("extras.")], room
@@ -293,7 +293,8 @@ def test_house_stands_without_extras(tmp, tmp_path):
     assert p.returncode == 0 and "\n3 passed, " in p.stdout, p.stdout
     assert p.stdout.count("it holds nanoFSDP2 itself") == 2, p.stdout
     for flag, file in {"--init_from=gpt2": "huggingface", "--optimizer=muon": "muon",
-                       "--dtype=float8": "float8", "--model=llama": "extras/"}.items():
+                       "--dtype=float8": "float8", "--lora_rank=8": "lora",
+                       "--model=llama": "extras/"}.items():
         p = run("train.py", *SHORT, flag, f"--dataset={tmp}/toy", f"--out_dir={tmp_path}/out")
         assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
         assert flag[2:].replace("llama", "'llama'") in p.stderr and file in p.stderr, p.stderr

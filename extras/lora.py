@@ -1,0 +1,122 @@
+"""
+LoRA (Hu et al. 2021): the base stays as it is, and a small product is trained beside each
+linear layer of the blocks.
+
+    python train.py config/finetune_smollm2.py --lora_rank=16 --lora_alpha=32
+    python train.py ... --lora_rank=16 --lora_targets='q_proj|v_proj'
+    python sample.py --out_dir=out-smollm2    # its checkpoint names the base
+
+    y = x weight.T + lora_alpha / lora_rank * x lora_A.T lora_B.T
+        weight (out, in) is frozen and kept in frozen_dtype;
+        lora_A (rank, in) and lora_B (out, rank) train, in fp32
+
+A checkpoint has the adapters and their moments alone, and names the base in its header.
+"""
+
+import math
+import os
+import re
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from model import derive_seed
+
+
+class LoRALinear(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)  # (..., out)
+        # The base may be kept in bf16, and where nothing is autocast x is so too.
+        small = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # (..., rank)
+        return y + F.linear(small, self.lora_B.to(x.dtype))
+
+
+def adapt(model, cfg, dtype):
+    """Freeze the model, and put adapters beside its linear layers, in place. It must be on
+    the meta device. dtype: to keep the frozen parameters in."""
+    named = dict(model.named_parameters())
+    for module in targets(model, cfg.lora_targets).values():
+        # No wrapper: it would change the names of the base's parameters.
+        module.__class__ = LoRALinear
+        module.lora_scale = cfg.lora_alpha / cfg.lora_rank
+        out, width = module.weight.shape
+        module.lora_A = nn.Parameter(torch.empty(cfg.lora_rank, width))
+        module.lora_B = nn.Parameter(torch.empty(out, cfg.lora_rank))
+    for p in named.values():
+        p.requires_grad_(False)
+        p.data = p.data.to(dtype)
+    model.base_names = frozenset(named)  # what checkpoints leave out
+    model.initial_value = partial(initial_value, model.initial_value)
+
+
+def targets(model, pattern):
+    """{name: module} of the blocks' linear layers in whose name the pattern is found.
+    SystemExit if there is none."""
+    inside = set(model.blocks.modules())
+    layers = {}
+    for name, module in model.named_modules():
+        if module in inside and isinstance(module, nn.Linear):
+            layers[name] = module
+    try:
+        hits = {name: layers[name] for name in layers if re.search(pattern, name)}
+    except re.error as e:
+        raise SystemExit(f"lora_targets={pattern!r} is not a regular expression: {e}")
+    if not hits:
+        example = next(iter(layers), "nothing: the blocks have none")
+        raise SystemExit(
+            f"lora_targets={pattern!r} matches none of the blocks' {len(layers)} linear layers; "
+            f"names look like {example}")
+    return hits
+
+
+def initial_value(of_base, name, shape, seed):
+    """As the model's, and of adapters: A as nn.Linear's weight, B zero. So the model begins
+    as its base. A depends on the seed and the name alone."""
+    if name.endswith(".lora_B"):
+        return torch.zeros(shape)
+    if name.endswith(".lora_A"):
+        generator = torch.Generator().manual_seed(derive_seed(seed, name))
+        bound = 1 / math.sqrt(shape[1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    return of_base(name, shape, seed)
+
+
+# ---------- where values come from --------------------------------------------
+
+
+def begin(base, model, cfg):
+    """The Source of a run that begins on the Source `base`: it has the adapters' initial
+    values."""
+    shapes = {}
+    for name, p in model.named_parameters():
+        if name not in model.base_names:
+            shapes[f"model.{name}"] = tuple(p.shape)
+
+    def get(key):
+        return model.initial_value(key.removeprefix("model."), shapes[key], cfg.seed)
+
+    where = cfg.init_from
+    if os.path.isdir(where):
+        where = os.path.abspath(where)  # a later run may start in another directory
+    header = {**base.header, "base": where}
+    return replace(base, header=header, shapes=shapes, get=get, sharded=False, base=base)
+
+
+def merged(source):
+    """The Source of the whole model: the weights of the base with the adapters added."""
+    base = source.base
+    sizes = source.header["model_args"]
+    scale = sizes["lora_alpha"] / sizes["lora_rank"]
+
+    def get(key):
+        weight = base.get(key)
+        layer = key.removesuffix(".weight")
+        if f"{layer}.lora_A" not in source.shapes:
+            return weight
+        product = source.get(f"{layer}.lora_B") @ source.get(f"{layer}.lora_A")
+        return weight.float() + scale * product
+
+    return replace(base, header=source.header, shapes=base.shapes, get=get)

@@ -1,0 +1,193 @@
+"""
+LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
+
+    pip install transformers peft && python -m pytest -q tests/test_lora.py
+"""
+
+import os
+
+import pytest
+import torch
+from harness import (
+    arguments,
+    built,
+    heard,
+    launch,
+    losses,
+    on_ranks,
+    plain_gpt,
+    read_ckpt,
+    refused,
+    run_training,
+    script,
+    steps,
+    values,
+)
+from torch.distributed.tensor import DTensor
+
+import checkpoint
+import train
+from configurator import load_config, resolve
+from extras import lora
+from ranks import World, setup
+
+KEYS = dict(lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
+ZERO3 = dict(strategy="full_shard")
+MODES = {  # name: (ranks, keys)
+    "ddp": (2, dict(strategy="ddp")),
+    "zero2": (2, dict(strategy="shard_grad_op", grad_sync="last")),
+    "zero3": (2, ZERO3),
+    "sharded": (2, dict(ZERO3, checkpoint="sharded")),
+    "checkpointed": (2, dict(ZERO3, activation_checkpointing="full", cpu_offload=0.5)),
+    "compiled": (2, dict(ZERO3, compile=True, activation_checkpointing="selective")),
+    "units": (2, dict(ZERO3, wrap_min_params=800, loss_chunks=2)),
+    "hybrid": (4, dict(strategy="hybrid_shard", shard_group_size=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp):
+    """A run's directory, to begin on."""
+    run_training(tmp, "lora-base", max_iters=2)
+    return os.path.join(tmp, "lora-base")
+
+
+def keys_of_run(tmp, base, name, **more):
+    return {**dict(tmp=tmp, name="lora-" + name, init_from=base, **KEYS), **more}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp, base):
+    results = {}
+    for world in (2, 4):
+        cases = {name: (run_training, keys_of_run(tmp, base, name, **keys))
+                 for name, (n, keys) in MODES.items() if n == world}
+        if world == 2:
+            cases["bytes"] = case_bytes, dict(tmp=tmp)
+        results.update(on_ranks(world, cases))
+    return results
+
+
+@pytest.fixture(scope="module")
+def single(tmp, base):
+    return run_training(**keys_of_run(tmp, base, "single"))
+
+
+def columns(rows):
+    return [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
+
+
+def weights(tmp, name):
+    source = checkpoint.find(os.path.join(tmp, "lora-" + name), World())
+    return {key: source.get(key) for key in source.shapes}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_lora_every_mode_has_the_numbers_of_one_process(tmp, ranks, single, name):
+    ours, theirs = columns(values(ranks, name)[0]), columns(single)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+    a, b = weights(tmp, name), weights(tmp, "single")
+    assert a.keys() == b.keys()
+    for key in a:
+        assert (a[key] - b[key]).norm() <= 2e-5 * b[key].norm().clamp(min=1e-3), key
+
+
+def test_lora_only_the_adapters_train_and_are_saved(tmp, base, single):
+    assert single[-1]["loss"] < single[0]["loss"] - 0.02
+    state = read_ckpt(os.path.join(tmp, "lora-single"))
+    assert len(state["model"]) == 2 * 12 and state["base"] == base
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in state["model"])
+    assert len(state["optimizer"]["state"]) == 24
+    model = train.meta_model(load_config(arguments(tmp, "x", **KEYS)))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(state["model"])
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_lora_resumes_bit_for_bit_and_at_another_world_size(tmp, base, ranks, kind):
+    """Without a flag of LoRA: the checkpoint has them."""
+    whole = columns(values(ranks, "zero3")[0])[0]
+    name = f"part-{kind}"
+    out = os.path.join(tmp, "lora-" + name)
+    run = dict(ZERO3, checkpoint=kind, learning_rate=KEYS["learning_rate"])
+    first = keys_of_run(tmp, base, name, max_iters=2, **run)
+    second = dict(run, tmp=tmp, name="lora-" + name, init_from="resume", max_iters=4)
+    results = on_ranks(2, {"first": (run_training, first), "second": (run_training, second)})
+    values(results, "first")
+    assert columns(values(results, "second")[0])[0] == whole[:4]
+    p = launch(1, arguments(tmp, out, init_from="resume", max_iters=5,
+                            learning_rate=KEYS["learning_rate"]))
+    assert "at step 4" in p.stdout
+    assert losses(out) == pytest.approx(whole, rel=1e-6)
+
+
+def test_lora_samples_and_begins_on_other_adapters(tmp, single):
+    """sample.py takes no flag of LoRA, and a run may begin on what another has trained."""
+    out = os.path.join(tmp, "lora-single")
+    p = script("sample.py", f"--out_dir={out}", "--start=ids:1", "--num_samples=1",
+               "--max_new_tokens=5", "--device=cpu", "--dtype=float32")
+    assert p.returncode == 0, p.stderr
+    rows = run_training(tmp, "lora-again", init_from=out, max_iters=1)
+    assert rows[0]["loss"] < single[0]["loss"] - 0.02  # the same batch
+    assert read_ckpt(os.path.join(tmp, "lora-again"))["base"] == os.path.join(tmp, "lora-base")
+
+
+def case_bytes(tmp):
+    """What a step sends, and in which types parameters are kept."""
+    run = built(tmp, dtype="bfloat16", frozen_dtype="bfloat16", gradient_accumulation_steps=2,
+                **ZERO3, **KEYS)
+    steps(run)
+    with heard() as calls:
+        steps(run, first=1)
+    params = dict(run.model.named_parameters())
+    assert all(isinstance(p, DTensor) for p in params.values())
+    of_blocks = {name: p for name, p in params.items() if ".h." in name}
+    padded = {name: -(-len(p) // 2) * 2 * p[0].numel() for name, p in params.items()}
+    return dict(
+        dtypes=sorted({(name.split(".")[-1], str(p.dtype)) for name, p in params.items()}),
+        gathers=[call for call in calls if call[0] == "all_gather"],
+        reduced=sum(size for kind, _, _, size in calls if kind == "reduce_scatter"),
+        blocks=sum(padded[name] for name in of_blocks),
+        root=sum(padded.values()) - sum(padded[name] for name in of_blocks),
+        adapters=sum(n for name, n in padded.items() if ".lora_" in name))
+
+
+def test_lora_gathers_in_bf16_and_reduces_adapters_only(ranks):
+    for got in values(ranks, "bytes"):
+        assert {tuple(pair) for pair in got["dtypes"]} == {
+            ("weight", "torch.bfloat16"), ("bias", "torch.bfloat16"),
+            ("lora_A", "torch.float32"), ("lora_B", "torch.float32")}
+        assert {dtype for _, _, dtype, _ in got["gathers"]} == {"torch.bfloat16"}
+        assert sum(size for *_, size in got["gathers"]) == 2 * (2 * got["blocks"] + got["root"])
+        assert got["reduced"] == 4 * got["adapters"]
+
+
+@torch.no_grad()
+def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
+    world = setup("cpu", "auto")
+    cfg = load_config(arguments(tmp, os.path.join(tmp, "lora-single"), init_from="resume"))
+    cfg, source, _ = train.start(resolve(cfg, world), world)
+    idx = torch.arange(16)[None]
+    adapted = train.build(cfg, world, source)[0].eval()(idx, idx)[0]
+    merged, gpt = lora.merged(source), plain_gpt()
+    before = gpt(idx, idx)[0]
+    for name, p in gpt.named_parameters():
+        p.copy_(merged.get(f"model.{name}"))
+    after = gpt(idx, idx)[0]
+    assert (after - adapted).abs().max() < 1e-5 < (after - before).abs().max()
+
+
+def test_lora_mistakes_are_one_line(tmp, base):
+    def said(*argv, **more):
+        argv = [*arguments(tmp, os.path.join(tmp, "lora-none"), lora_rank=4, **more), *argv]
+        world = setup("cpu", "auto")
+        return refused(lambda: train.start(resolve(load_config(argv), world), world))
+
+    assert "--init_from" in said()
+    assert "matches none of the blocks' 12 linear layers" in said(
+        "--lora_targets=lm_head", init_from=base)
+    assert "not a regular expression" in said("--lora_targets=(", init_from=base)
+    assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", init_from=base)
+    assert "--dtype=bfloat16" in said("--dtype=float8", init_from=base)
+    assert "lora_rank=0" in said(out_dir=base, init_from="resume")
