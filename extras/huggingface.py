@@ -4,21 +4,25 @@ GPT-2, Llama (1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in
     python train.py config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M
     python train.py ... --init_from=DIR    # config.json, and model.safetensors or shards
     python -m extras.huggingface out-x DIR --dtype=bfloat16    # out-x's newest checkpoint
+    python -m extras.huggingface out-lora DIR                  # LoRA's adapters are merged
+    python -m extras.huggingface out-lora DIR --adapter        # or alone, in peft's layout
 """
 
 import json
+import os
+import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from checkpoint import BUFFERS, Source, open_newest, write_atomically, writing
+from checkpoint import BUFFERS, Source, find, open_newest, write_atomically, writing
 from configurator import DTYPES, model_file, package
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, local_copy
-from ranks import first_line, run
+from ranks import World, first_line, run
 
 # ---------- what corresponds to what ------------------------------------------
 
@@ -85,6 +89,17 @@ TRANSPOSED = (
     "mlp.c_fc.weight",
     "mlp.c_proj.weight",
 )
+# What peft's adapter_config.json may say; values[0] is the default.
+PEFT = dict(
+    peft_type=["LORA"],
+    bias=["none"],
+    use_dora=[False],
+    use_rslora=[False],
+    lora_bias=[False],
+    modules_to_save=[None, []],
+    rank_pattern=[{}, None],
+    alpha_pattern=[{}, None],
+)
 # Files that say where text ends and how chats are written. A checkpoint keeps their text, since
 # an export needs them again.
 KEPT = (
@@ -103,7 +118,10 @@ def open_pretrained(name):
     """The Source of a local directory or of a model on the hub ('gpt2', 'org/model').
     SystemExit if it is not one, or if our models do not compute what it does."""
     safe_open = package("safetensors", f"init_from={name}").safe_open
-    path = Path(local_copy("init_from", name, "model*.safetensors*", TOKENIZER, *KEPT))
+    files = ("model*.safetensors*", "adapter_*", TOKENIZER, *KEPT)
+    path = Path(local_copy("init_from", name, *files))
+    if (path / "adapter_config.json").exists():
+        return open_adapter(path, safe_open)
     places = {}  # {our key: (file, their key)}
     shapes = {}  # {our key: shape}
     try:
@@ -144,6 +162,50 @@ def open_pretrained(name):
         kept={file.name: file.read_text("utf-8") for file in kept},
     )
     return Source(str(path), header, shapes, get)
+
+
+def open_adapter(path, safe_open):
+    """The Source of a directory that peft's save_pretrained has written. Its base, which it
+    names, is opened too, for the sizes."""
+    file = path / "adapter_model.safetensors"
+    places = {}  # {our key: their key}
+    shapes = {}  # {our key: shape}
+    try:
+        theirs = json.loads((path / "adapter_config.json").read_text("utf-8"))
+        for key, values in PEFT.items():
+            if theirs.get(key, values[0]) not in values:
+                raise ValueError(f"{key}={theirs[key]!r}, and ours is {values[0]!r} only")
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():
+                name = key.removeprefix("base_model.model.").removesuffix(".weight")
+                places[f"model.{name}"] = key
+                shapes[f"model.{name}"] = tuple(opened.get_slice(key).get_shape())
+        base = theirs["base_model_name_or_path"]
+        if not base:
+            raise ValueError("base_model_name_or_path is empty: write the base's there")
+        lora = dict(
+            lora_rank=theirs["r"],
+            lora_alpha=float(theirs["lora_alpha"]),
+            lora_targets=rf"\.({'|'.join(layers_of(shapes))})$",
+        )
+    except Exception as e:
+        raise SystemExit(
+            f"{path}: not adapters in peft's layout, adapter_config.json and {file.name}, that "
+            f"we compute ({type(e).__name__}: {first_line(e)})")
+
+    def get(ours):
+        return safe_open(file, "pt").get_tensor(places[ours])
+
+    header = open_pretrained(base).header
+    header["model_args"].update(lora)
+    header["base"] = base
+    return Source(str(path), header, shapes, get)
+
+
+def layers_of(shapes):
+    """The names inside of a block of the layers that have adapters."""
+    names = {key.rpartition(".lora_")[0] for key in shapes if ".lora_" in key}
+    return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[-1] for name in names})
 
 
 def understand(theirs):
@@ -195,6 +257,8 @@ def rotary(theirs):
 def export(source, path, dtype="float32"):
     """Write a directory that transformers opens, with equal logits. It takes host memory
     for the whole model."""
+    if source.base:
+        source = merged(source)
     config = their_config(source, dtype)
     tensors = their_tensors(source, config["tie_word_embeddings"], DTYPES[dtype])
     save = package("safetensors.torch", "a Hugging Face directory").save
@@ -204,11 +268,65 @@ def export(source, path, dtype="float32"):
     files["model.safetensors"] = save(tensors, {"format": "pt"})
     data = data_dir(source.header["config"].get("dataset", ""))
     with writing(path):
-        Path(path).mkdir(parents=True, exist_ok=True)
         if read_meta(data).get("tokenizer") == TOKENIZER:
             files[TOKENIZER] = Path(data, TOKENIZER).read_bytes()
-        for file, content in files.items():
-            write_atomically(f"{path}/{file}", lambda f, content=content: f.write(content))
+    write_files(path, files)
+
+
+def merged(source):
+    """The Source of the whole model: the weights of the base with the adapters added."""
+    base = source.base
+    sizes = source.header["model_args"]
+    scale = sizes["lora_alpha"] / sizes["lora_rank"]
+
+    def get(key):
+        weight = base.get(key)
+        layer = key.removesuffix(".weight")
+        if f"{layer}.lora_A" not in source.shapes:
+            return weight
+        product = source.get(f"{layer}.lora_B") @ source.get(f"{layer}.lora_A")
+        return weight.float() + scale * product
+
+    return replace(base, header=source.header, shapes=base.shapes, get=get)
+
+
+def export_adapter(source, path):
+    """Write a directory that peft's PeftModel.from_pretrained opens."""
+    if not source.base:
+        raise SystemExit(f"{source.path} has no adapters: leave out --adapter")
+    save = package("safetensors.torch", "a Hugging Face directory").save
+    sizes = source.header["model_args"]
+    tensors = {}
+    for key in source.shapes:
+        state, _, name = key.partition(".")
+        if state == "model":
+            tensors[f"base_model.model.{name}.weight"] = source.get(key)
+    # In a list peft looks for whole names, and for their ends.
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    config = dict(
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=source.header["base"],
+        r=sizes["lora_rank"],
+        lora_alpha=sizes["lora_alpha"],
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=sorted(layer.removeprefix("base_model.model.") for layer in layers),
+        fan_in_fan_out=source.header["config"]["model"] == "gpt2",
+        inference_mode=True,
+    )
+    files = {
+        "adapter_config.json": json.dumps(config, indent=2).encode(),
+        "adapter_model.safetensors": save(tensors, {"format": "pt"}),
+    }
+    write_files(path, files)
+
+
+def write_files(path, files):
+    with writing(path):
+        os.makedirs(path, exist_ok=True)
+    for file, content in files.items():
+        write_atomically(f"{path}/{file}", lambda f, content=content: f.write(content))
 
 
 def their_config(source, dtype):
@@ -268,8 +386,16 @@ def main(argv):
     parser.add_argument("out_dir", help="of a run")
     parser.add_argument("directory", help="to write")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--adapter", action="store_true", help="LoRA's alone, for peft")
     args = parser.parse_args(argv)
     source = open_newest(args.out_dir)
+    base = source.header.get("base")
+    if base:
+        source.base = find(base, World()) or open_pretrained(base)
+    if args.adapter:
+        export_adapter(source, args.directory)
+        print(f"{source.path} -> {args.directory}, for PeftModel.from_pretrained")
+        return
     export(source, args.directory, args.dtype)
     print(f"{source.path} -> {args.directory}, for AutoModelForCausalLM.from_pretrained")
 

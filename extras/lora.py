@@ -103,20 +103,3 @@ def begin(base, model, cfg):
         where = os.path.abspath(where)  # a later run may start in another directory
     header = {**base.header, "base": where}
     return replace(base, header=header, shapes=shapes, get=get, sharded=False, base=base)
-
-
-def merged(source):
-    """The Source of the whole model: the weights of the base with the adapters added."""
-    base = source.base
-    sizes = source.header["model_args"]
-    scale = sizes["lora_alpha"] / sizes["lora_rank"]
-
-    def get(key):
-        weight = base.get(key)
-        layer = key.removesuffix(".weight")
-        if f"{layer}.lora_A" not in source.shapes:
-            return weight
-        product = source.get(f"{layer}.lora_B") @ source.get(f"{layer}.lora_A")
-        return weight.float() + scale * product
-
-    return replace(base, header=source.header, shapes=base.shapes, get=get)

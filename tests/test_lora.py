@@ -4,6 +4,7 @@ LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
     pip install transformers peft && python -m pytest -q tests/test_lora.py
 """
 
+import json
 import os
 
 import pytest
@@ -27,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 import checkpoint
 import train
-from configurator import load_config, resolve
-from extras import lora
+from configurator import load_config, model_args, resolve
+from extras import huggingface
 from ranks import World, setup
 
 KEYS = dict(lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
@@ -170,7 +171,7 @@ def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
     cfg, source, _ = train.start(resolve(cfg, world), world)
     idx = torch.arange(16)[None]
     adapted = train.build(cfg, world, source)[0].eval()(idx, idx)[0]
-    merged, gpt = lora.merged(source), plain_gpt()
+    merged, gpt = huggingface.merged(source), plain_gpt()
     before = gpt(idx, idx)[0]
     for name, p in gpt.named_parameters():
         p.copy_(merged.get(f"model.{name}"))
@@ -191,3 +192,120 @@ def test_lora_mistakes_are_one_line(tmp, base):
     assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", init_from=base)
     assert "--dtype=bfloat16" in said("--dtype=float8", init_from=base)
     assert "lora_rank=0" in said(out_dir=base, init_from="resume")
+
+
+# ---------- peft ---------------------------------------------------------------
+
+
+def peft_run(tmp_path, kind):
+    """(cfg, our model and optimizer, peft's with the same values) on a base of transformers."""
+    peft = pytest.importorskip("peft")
+    from test_huggingface import make_hf
+    hf = tmp_path / "hf"
+    theirs = make_hf(hf, kind)
+    names = {"smollm2": ["q_proj", "down_proj"], "llama3": ["v_proj", "up_proj"],
+             "gpt2": ["c_attn", "mlp.c_proj"]}[kind]
+    world = setup("cpu", "auto")
+    argv = [f"--init_from={hf}", "--device=cpu", "--compile=False", "--dtype=float32",
+            "--lora_rank=4", "--lora_alpha=12", f"--lora_targets=({'|'.join(names)})$"]
+    cfg, source, _ = train.start(resolve(load_config(argv), world), world)
+    ours, optimizer = train.build(cfg, world, source)
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM",
+                             fan_in_fan_out=kind == "gpt2")
+    theirs = peft.get_peft_model(theirs, config)
+    config.base_model_name_or_path = str(hf)  # as from_pretrained would have it
+    for name, p in theirs.named_parameters():
+        if p.requires_grad:
+            name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            p.data.copy_(ours.get_parameter(name))
+    return cfg, ours, optimizer, theirs
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "gpt2"])
+def test_lora_ten_steps_are_pefts(tmp_path, kind):
+    """Losses, logits and gradients; then out in peft's layout and merged, and in again."""
+    transformers = pytest.importorskip("transformers")
+    cfg, ours, optimizer, theirs = peft_run(tmp_path, kind)
+    own = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=3e-2,
+                            betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
+    theirs.eval()  # GPT-2's has dropout
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-2
+    for step in range(10):
+        idx = torch.randint(91, (2, 33), generator=torch.Generator().manual_seed(step))
+        logits, loss = ours(idx[:, :-1], idx[:, 1:])
+        out = theirs(idx[:, :-1])
+        expected = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), idx[:, 1:].flatten())
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert (logits - out.logits).abs().max() < 1e-5 * out.logits.abs().max()
+        loss.backward()
+        expected.backward()
+        for name, p in theirs.named_parameters():
+            if p.requires_grad:
+                name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+                grad = ours.get_parameter(name).grad
+                assert (grad - p.grad).norm() <= 1e-5 * p.grad.norm().clamp(min=1e-3), name
+        for each in (optimizer, own):
+            each.step()
+            each.zero_grad()
+    with theirs.disable_adapter():
+        difference = (theirs(idx[:, :-1]).logits - out.logits).abs().max()
+    assert difference > 0.1  # the adapters count
+
+    # Out: a checkpoint of ours in peft's layout, and merged.
+    peft = pytest.importorskip("peft")
+    source = source_of_adapters(cfg, ours, str(tmp_path / "hf"))
+    huggingface.export_adapter(source, str(tmp_path / "adapter"))
+    huggingface.export(source, str(tmp_path / "merged"))
+    auto = transformers.AutoModelForCausalLM
+    with torch.no_grad():
+        expected = ours.eval()(idx, idx)[0]
+        back = peft.PeftModel.from_pretrained(
+            auto.from_pretrained(tmp_path / "hf"), tmp_path / "adapter").eval()
+        assert (back(idx).logits - expected).abs().max() < 1e-4
+        merged = auto.from_pretrained(tmp_path / "merged").eval()
+        assert (merged(idx).logits - expected).abs().max() < 1e-4
+        # In: what peft itself has saved.
+        theirs.save_pretrained(str(tmp_path / "theirs"))
+        world = setup("cpu", "auto")
+        argv = [f"--init_from={tmp_path}/theirs", "--device=cpu", "--compile=False",
+                "--dtype=float32"]
+        cfg, source, _ = train.start(resolve(load_config(argv), world), world)
+        again = train.build(cfg, world, source)[0].eval()
+        assert (again(idx, idx)[0] - expected).abs().max() < 1e-4
+
+
+def source_of_adapters(cfg, model, hf):
+    """A checkpoint of this run, as it would be in a file."""
+    flat = checkpoint.flat_state(model)
+    base = huggingface.open_pretrained(hf)
+    header = dict(base.header, base=hf, model_args=model_args(cfg))
+    shapes = {key: tuple(t.shape) for key, t in flat.items()}
+    return checkpoint.Source("memory", header, shapes, flat.__getitem__, base=base)
+
+
+def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
+    """A run on a run's directory: merged, and in peft's layout."""
+    pytest.importorskip("safetensors")
+    out = os.path.join(tmp, "lora-single")
+    for name, flags in (("merged", []), ("adapter", ["--adapter"])):
+        p = script("extras/huggingface.py", out, tmp_path / name, *flags)
+        assert p.returncode == 0, p.stderr
+    gpt = huggingface.open_pretrained(str(tmp_path / "merged"))
+    source = train.open_source(load_config([f"--init_from={out}"]), World())
+    whole = huggingface.merged(source)
+    assert gpt.shapes.keys() == whole.shapes.keys() - {"model.lm_head.weight"}
+    for key in gpt.shapes:
+        assert torch.equal(gpt.get(key), whole.get(key)), key
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == os.path.join(tmp, "lora-base")
+    assert len(config["target_modules"]) == 12 and config["r"] == 4
+    assert "leave out --adapter" in refused(
+        huggingface.main, [os.path.join(tmp, "lora-base"), str(tmp_path / "x"), "--adapter"])
+
+
+def test_lora_peft_adapters_that_we_do_not_compute_are_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+    said = refused(huggingface.open_pretrained, str(tmp_path))
+    assert "use_dora=True" in said and str(tmp_path) in said
