@@ -85,7 +85,8 @@ def shard(
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
     In place (all ranks).
 
-    model: in fp32. Freeze it, checkpoint its activations and compile its blocks before:
+    model: in fp32; what is frozen may be in bf16. Freeze it, checkpoint its activations and
+        compile its blocks before:
         FSDP2 groups parameters by requires_grad, and its hooks must be outermost.
         Parameters on the meta device get memory for this rank's rows, without values yet.
         Parameters that have values, in MyModel() or from_pretrained(), keep them. Every rank

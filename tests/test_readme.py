@@ -195,6 +195,11 @@ def test_readme_every_config_runs_two_steps(tmp, name):
     if cfg.strategy == "hybrid_shard":
         small["shard_group_size"] = 2
     world = 1 if cfg.strategy in ("", "single") else 2
+    if cfg.lora_rank:  # the base is another run, of the same sizes
+        small.update(frozen_dtype="float32")
+        base = dict(small, lora_rank=0, out_dir=os.path.join(tmp, "base-" + name))
+        launch(world, [path, *SHORT, *flags(**base)])
+        small.update(init_from=base["out_dir"])
     launch(world, [path, *SHORT, *flags(**small)])
 
 
