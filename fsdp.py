@@ -1,6 +1,6 @@
 """
-FSDP2 in one file. It imports only torch (2.13 or later), so you can copy it into your own
-project:
+FSDP2 in one file: the lines of minimal.py, with options. It imports only torch (2.13 or
+later), so you can copy it into your own project:
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before anything else
     dist.init_process_group("nccl")

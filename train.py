@@ -1,5 +1,6 @@
 """
-Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop.
+Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. (minimal.py
+has one step of it, and nothing else.)
 
     python train.py config/quickstart.py             # one process: CPU, one GPU, MPS
     torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --strategy=ddp

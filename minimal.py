@@ -1,0 +1,101 @@
+"""
+FSDP2 in sixty lines. A small GPT learns to write Python, from PyTorch's own source:
+
+    torchrun --standalone --nproc_per_node=2 minimal.py
+
+Each process (a rank) keeps its rows of every parameter. It has a whole block only while that
+block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py is these lines with
+options, and train.py is this step with everything that a run needs.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig
+
+# 1) The mesh: the ranks that share one copy of the model.
+dist.init_process_group()  # torchrun has told each rank its number
+rank = dist.get_rank()
+size = dist.get_world_size()
+device = "cuda" if torch.cuda.device_count() >= size else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(rank)
+mesh = dist.init_device_mesh(device, (size,))
+
+# 2) The model on the meta device: names and shapes, no memory.
+config = GPTConfig(block_size=64, vocab_size=256, n_layer=4, n_head=4, n_embd=128)
+with torch.device("meta"):
+    model = GPT(config)
+
+# 3) Shard it. Each block is a unit: gathered before it runs, freed after.
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)  # the root: all the rest
+
+# 4) Only now is there memory, for this rank's rows. Every rank draws the same values and
+#    keeps its rows of them.
+model.to_empty(device=device)
+for name, p in model.named_parameters():
+    full = model.initial_value(name, p.shape, seed=1337)
+    full = full[:].to(device)
+    rows = distribute_tensor(full, mesh, p.placements, src_data_rank=None)
+    p.data.copy_(rows)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
+
+
+def say(line):
+    if rank == 0:
+        print(line, flush=True)
+
+
+def look(*args):
+    """Called in block 1. What is sharded is a DTensor, what is gathered a plain tensor."""
+    whole = 0
+    for p in model.parameters():
+        if not isinstance(p, DTensor):
+            whole += p.numel()
+    say(f"while block 1 runs, it has {whole:,} whole: those of block 1 and the root")
+    hook.remove()
+
+
+p = model.blocks[1].mlp.c_fc.weight
+rows = p.to_local()
+say(f"of c_fc.weight, {tuple(p.shape)}, rank 0 of {size} keeps {tuple(rows.shape)}")
+own = sum(p.to_local().numel() for p in model.parameters())
+say(f"at rest it keeps {own:,} parameters, on {device}")
+hook = model.blocks[1].mlp.register_forward_hook(look)
+
+# 5) Train. Every rank draws the same 12 samples and takes its own of them.
+with open(F.__file__, "rb") as f:
+    tokens = torch.tensor(list(f.read()))  # a token is a byte
+for step in range(101):
+    torch.manual_seed(step)
+    starts = torch.randint(len(tokens) - 64, (12, 1))
+    starts = starts.tensor_split(size)[rank]
+    rows = tokens[starts + torch.arange(65)].to(device)
+    x = rows[:, :-1]
+    y = rows[:, 1:]
+    logits, loss = model(x, y)
+    loss.backward()  # gathers unit by unit, and reduces gradients to their rows
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 20 == 0:
+        mean = loss.detach() / size
+        dist.all_reduce(mean)
+        say(f"step {step}: loss {mean:.3f}")
+
+# 6) A checkpoint: all ranks gather each parameter, and rank 0 keeps it.
+state = {}
+for name, p in model.state_dict().items():
+    full = p.full_tensor()
+    if rank == 0:
+        state[name] = full.cpu()
+if rank == 0:
+    torch.save(state, "out-minimal.pt")
+dist.barrier()
+os._exit(0)  # with gloo, one clean exit in ten aborts: see ranks.leave
