@@ -25,9 +25,14 @@ later), so you can copy it into your own project:
     state = {name: gather_full(p) for name, p in model.named_parameters()}  # on rank 0
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
-their gradients reduced, in one collective. So every rank must call the same units in the
-same order. If one skips a block at random, the ranks gather rows of different blocks as
-one, and train wrongly without a word: see `check_units`.
+their gradients reduced, in one collective. Hooks do it, so no line here shows it:
+
+    forward of unit i     gather i, compute, free i
+    backward of unit i    gather i - 1 meanwhile; compute, free i, reduce its gradients
+
+So every rank must call the same units in the same order. If one skips a block at random,
+the ranks gather rows of different blocks as one, and train wrongly without a word: see
+`check_units`.
 
 docs/fsdp.md walks through a step, says what FSDP2 asks of your model, and shows how to
 save, resume and average the weights.
@@ -379,8 +384,13 @@ def set_grad_sync(
 ):
     """What the next backward will reduce; call it before each micro-batch's forward.
 
-    every: reduce after each micro-batch: a rank holds only its share of the gradients.
-        If False, each rank adds up whole gradients and they are reduced once, with the last.
+                        every=True                       every=False
+    DDP                 all-reduce in each backward      all-reduce in the last
+    FSDP2               reduce-scatter in each           in the last; until then this rank
+                                                         adds up whole gradients
+    between the groups  all-reduce in the last           all-reduce in the last
+    of hybrid sharding
+
     keep_gathered: with every=False and reshard_after_forward=False, keep parameters
         gathered from one micro-batch to the next as well (ZeRO-1's traffic).
     """
