@@ -11,13 +11,19 @@ directory can move.
 
 import json
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 TOKENIZER = "tokenizer.json"
+# Files beside it, which say where text ends and how chats are written.
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 # How models name their end of a document, where no tokenizer_config.json says.
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 
@@ -75,6 +81,8 @@ def decode_bytes(tokens):
 
 class Encoder(NamedTuple):
     encode: Any  # function: str -> ids; begins a text as its model does, Llama with <s>
+    # function: str -> (ids, [(start, end)]), the characters of the text that a token stands for
+    spans: Any
     end: int  # the id that ends a document
     vocab_size: int
     file: str | None = None  # its tokenizer.json
@@ -84,13 +92,14 @@ class Encoder(NamedTuple):
 def encoder(name):
     """The Encoder gpt2 or bytes, or that of a tokenizer.json, a directory or a hub name."""
     if name == "bytes":
-        return Encoder(lambda text: np.frombuffer(text.encode(), np.uint8), 256, 257)
+        return Encoder(encode_bytes, spans_of_bytes, 256, 257)
     if name == "gpt2":
         bpe = gpt2_bpe()
-        return Encoder(bpe.encode_ordinary, bpe.eot_token, 50304)
+        return Encoder(bpe.encode_ordinary, partial(spans_of_gpt2, bpe), bpe.eot_token, 50304)
     file = name
     if not os.path.isfile(name):
-        file = os.path.join(local_copy("tokenizer", name, "tokenizer*.json"), TOKENIZER)
+        directory = local_copy("tokenizer", name, "tokenizer*.json", *BESIDE)
+        file = os.path.join(directory, TOKENIZER)
     hf, vocab_size = open_tokenizer(file)
     config = Path(file).with_name("tokenizer_config.json")
     eos = None
@@ -101,8 +110,34 @@ def encoder(name):
     for end in (eos, *ENDS):
         if end in hf.get_vocab():
             end_id = hf.token_to_id(end)
-            return Encoder(lambda text: hf.encode(text).ids, end_id, vocab_size, file)
+            spans = partial(spans_of_file, hf)
+            return Encoder(lambda text: hf.encode(text).ids, spans, end_id, vocab_size, file)
     raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
+
+
+def encode_bytes(text):
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def spans_of_bytes(text):
+    spans = []
+    for i, character in enumerate(text):
+        spans += [(i, i + 1)] * len(character.encode())
+    return encode_bytes(text), spans
+
+
+def spans_of_gpt2(bpe, text):
+    ids = bpe.encode_ordinary(text)
+    starts = bpe.decode_with_offsets(ids)[1]
+    # Several tokens of one character all start there.
+    ends = [max(*pair) for pair in zip([*starts[1:], len(text)], [start + 1 for start in starts])]
+    return ids, list(zip(starts, ends))
+
+
+def spans_of_file(hf, text, **options):
+    """options: add_special_tokens=False leaves out <s> and the like."""
+    found = hf.encode(text, **options)
+    return found.ids, found.offsets
 
 
 # ---------- where they come from ----------------------------------------------
