@@ -120,18 +120,27 @@ def encode_bytes(text):
 
 
 def spans_of_bytes(text):
-    spans = []
-    for i, character in enumerate(text):
-        spans += [(i, i + 1)] * len(character.encode())
-    return encode_bytes(text), spans
+    ids = encode_bytes(text)
+    return ids, spans_of_pieces(text, [1] * len(ids))
 
 
 def spans_of_gpt2(bpe, text):
     ids = bpe.encode_ordinary(text)
-    starts = bpe.decode_with_offsets(ids)[1]
-    # Several tokens of one character all start there.
-    ends = [max(*pair) for pair in zip([*starts[1:], len(text)], [start + 1 for start in starts])]
-    return ids, list(zip(starts, ends))
+    return ids, spans_of_pieces(text, map(len, bpe.decode_tokens_bytes(ids)))
+
+
+def spans_of_pieces(text, sizes):
+    """[(start, end)] in characters, of pieces of so many bytes. One may hold part of a
+    character."""
+    character = []  # that each byte belongs to
+    for i, one in enumerate(text):
+        character += [i] * len(one.encode())
+    spans = []
+    at = 0
+    for size in sizes:
+        spans.append((character[at], character[at + size - 1] + 1))
+        at += size
+    return spans
 
 
 def spans_of_file(hf, text, **options):
