@@ -367,14 +367,18 @@ class Tokens:
     def contents(self, file, waiting, with_header):
         """{name: parts} of a file and of its mask, if it has one."""
         dtype = self.item
+        count = len(waiting) // self.item.itemsize
         files = {file: [waiting]}
         if self.item.names:
             items = np.frombuffer(waiting, self.item)
+            if self.window > 1:
+                items = np.append(items, np.zeros(1, self.item))  # the last window's last target
             dtype = self.item["token"]
+            count = len(items)
             mask = Path(file).with_suffix(".mask").name
             files = {file: [items["token"].tobytes()], mask: [items["learned"].tobytes()]}
         if with_header:
-            files[file].insert(0, header(dtype, len(waiting) // self.item.itemsize))
+            files[file].insert(0, header(dtype, count))
         return files
 
     def finish(self, files):
@@ -395,6 +399,8 @@ class Tokens:
                 with_header = self.item not in (np.uint16, item_with_mask(np.uint16))
                 files |= self.contents(f"{split}.bin", tokens, with_header)
                 print(f"{self.out}/{split}.bin: {count:,} tokens")
+            if self.window > 1:
+                count += max(1, self.shards[split])  # see contents()
             counts[split] = count
         if self.item.names:
             share = self.learned / sum(counts.values())

@@ -34,20 +34,30 @@ ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 def tokenizer(meta, directory=""):
     """(encode: str -> [id], decode: [id] -> str, number of real tokens) for what read_meta
     has read in directory. Without a tokenizer, text is token ids with commas."""
-    if "chars" in meta:
+    name = name_of(meta, directory)
+    if name == "characters":
         return of_characters(meta["chars"])
-    file = os.path.join(directory, TOKENIZER)
-    name = meta.get("tokenizer", TOKENIZER if os.path.exists(file) else None)
     if name == "bytes":
         return lambda text: list(text.encode()), decode_bytes, meta["vocab_size"]
     if name == TOKENIZER:
-        hf, vocab_size = open_tokenizer(file)
+        hf, vocab_size = open_tokenizer(os.path.join(directory, TOKENIZER))
         return lambda text: hf.encode(text).ids, hf.decode, vocab_size
-    is_gpt2s = meta["vocab_size"] in (50257, 50304)  # and padded
-    if name == "gpt2" or name is None and is_gpt2s:
+    if name == "gpt2":
         bpe = gpt2_bpe()
         return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
     return of_ids(meta["vocab_size"], directory)
+
+
+def name_of(meta, directory):
+    """Which tokenizer that is: characters, bytes, gpt2, tokenizer.json, or None."""
+    if "chars" in meta:
+        return "characters"
+    if "tokenizer" in meta:
+        return meta["tokenizer"]
+    if os.path.exists(os.path.join(directory, TOKENIZER)):
+        return TOKENIZER
+    is_gpt2s = meta["vocab_size"] in (50257, 50304)  # and padded
+    return "gpt2" if is_gpt2s else None
 
 
 def of_ids(vocab_size, directory):
