@@ -465,8 +465,9 @@ def with_end(content, end):
         ends = []
     elif not isinstance(ends, list):
         ends = [ends]
-    if end not in ends:
-        theirs["eos_token_id"] = [end, *ends] if ends else end
+    if end in ends:
+        return content
+    theirs["eos_token_id"] = [end, *ends] if ends else end
     return json.dumps(theirs, indent=2).encode()
 
 
