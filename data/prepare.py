@@ -5,6 +5,7 @@ Turn any text into files of tokens: local files, or data sets of Hugging Face's 
     python data/prepare.py my_data chats.jsonl --template='Q: {question}\nA: {answer}'
     python data/prepare.py my_data a.parquet --column=body --tokenizer=HuggingFaceTB/SmolLM2-135M
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
+    python data/prepare.py my_data chats.jsonl --chat --tokenizer=Qwen/Qwen3-0.6B
 
 A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row is one.
 Documents are streamed through all cores. Each ends with an end-of-text token.
@@ -17,6 +18,9 @@ start the same command again: it goes on behind the last shard.
 A hash of its text puts a document into val, whatever the order, the limit or the workers.
 If a split has fewer than 10,000 tokens when the first shard is full, or at the end, val is
 instead the last tenth of all tokens until then.
+
+With --chat, --learn or --window only some tokens are learned. Then beside each .bin lies a
+.mask: a byte a token, 1 where it is.
 """
 
 import glob
@@ -40,6 +44,7 @@ import numpy as np
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parent))
+from data.chat import chat_template, conversation, turns  # noqa: E402
 from data.files import (  # noqa: E402
     RECORD,
     STATE,
@@ -49,7 +54,7 @@ from data.files import (  # noqa: E402
     read_record,
     shard_name,
 )
-from data.tokenizer import TOKENIZER, encoder  # noqa: E402
+from data.tokenizer import BESIDE, TOKENIZER, encoder  # noqa: E402
 
 # {a file's ending: the name of what reads it in `datasets`}
 KINDS = {
@@ -61,7 +66,7 @@ KINDS = {
 }
 SPLITS = ("train", "val")
 # What prepare.state keeps of a Tokens.
-SAVED = ("arguments", "shards", "documents", "place", "checksum")
+SAVED = ("arguments", "shards", "documents", "place", "checksum", "learned")
 MANY = 10_000  # tokens: a split of fewer says little
 CHUNK = 1 << 20  # characters that travel to a worker together
 
@@ -69,19 +74,19 @@ CHUNK = 1 << 20  # characters that travel to a worker together
 # ---------- documents ---------------------------------------------------------
 
 
-def documents(sources, template, column, hub, first=0, skip=0):
+def documents(sources, text_of, column, hub, first=0, skip=0):
     """Yield (place, text) of each document of local files or hub data sets that is not
     empty. SystemExit if one cannot be read.
 
-    place: which source, and how many of its rows have been read. first, skip: the source to
-    begin with, and how many of its rows to pass over. hub: what to load of a hub data set,
-    as `datasets` calls it.
+    place: which source, and how many of its rows have been read. text_of: function of a row
+    and its place in words. first, skip: the source to begin with, and how many of its rows to
+    pass over. hub: what to load of a hub data set, as `datasets` calls it.
     """
     for number, source in enumerate(sources[first:], first):
         try:
             for row in rows(source, column, hub, skip):
                 skip += 1
-                text = fill(template, row, source)
+                text = text_of(row, f"{source}: row {skip}")
                 if text:
                     yield (number, skip), text
         except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
@@ -118,17 +123,28 @@ def rows(source, column, hub, skip):
     yield from datasets.load_dataset(source, **hub, streaming=True).skip(skip)
 
 
-def fill(template, row, source):
-    """The template with the row's value for each {column}; null is empty."""
-    def text(match):
-        value = row.get(match[1], [])
-        if not isinstance(value, (str, int, float, type(None))):
-            raise SystemExit(
-                f"{source}: no text in column {match[1]}; pass --column or --template for "
-                f"one of {', '.join(row)}")
-        return "" if value is None else str(value)
+def fill(template, row, where, learn=None):
+    """The template with the row's value for each {column}; null is empty. With `learn`,
+    names of columns, it is JSON: the text, and the spans of their values."""
+    text = ""
+    spans = []
+    for i, part in enumerate(re.split(r"{([^{}]+)}", template)):
+        start = len(text)
+        text += value(row, part, where) if i % 2 else part
+        if i % 2 and learn and part in learn:
+            spans.append((start, len(text)))
+    if learn and text:
+        return json.dumps((text, spans), ensure_ascii=False)
+    return text
 
-    return re.sub(r"{([^{}]+)}", text, template)
+
+def value(row, column, where):
+    found = row.get(column, [])
+    if not isinstance(found, (str, int, float, type(None))):
+        raise SystemExit(
+            f"{where}: no text in column {column}; pass --column or --template for one of "
+            f"{', '.join(row)}")
+    return "" if found is None else str(found)
 
 
 # ---------- tokens ------------------------------------------------------------
@@ -149,18 +165,64 @@ def chunks(docs):
         yield texts, place
 
 
-def encode(texts, tokenizer, dtype, val_fraction):
-    """The tokens of train and those of val, as bytes; runs in a worker."""
+def encode(texts, tokenizer, item, val_fraction, kind="", window=1):
+    """The tokens of train and those of val, as bytes; runs in a worker. item: the type of
+    one, as in Tokens. kind: of a text, "chat" or "learn", or plain."""
     own = encoder(tokenizer)
     parts = bytearray(), bytearray()
     for text in texts:
-        tokens = np.array(own.encode(text), dtype)
-        if tokens[-1:].tolist() != [own.end]:  # some tokenizers put it there themselves
-            tokens = np.append(tokens, dtype.type(own.end))
         digest = hashlib.sha256(text.encode()).digest()
         held_out = int.from_bytes(digest[:8], "little") < val_fraction * 2**64
+        if item.names:
+            for tokens in masked(text, own, item, kind, window):
+                parts[held_out].extend(tokens.tobytes())
+            continue
+        tokens = np.array(own.encode(text), item)
+        if tokens[-1:].tolist() != [own.end]:  # some tokenizers put it there themselves
+            tokens = np.append(tokens, item.type(own.end))
         parts[held_out].extend(tokens.tobytes())
     return parts
+
+
+def masked(text, own, item, kind, window):
+    """Yield the tokens of a document, or of each that a chat becomes, with their masks. They
+    are those of the whole text, as without a mask: some tokenizers write a part of it
+    otherwise when it stands alone."""
+    documents = [(text, [(0, len(text))])]
+    options = {}
+    if kind == "chat":
+        documents = turns(text, chat_template(own.file))
+        options = dict(add_special_tokens=False)  # the template writes them
+    elif kind == "learn":
+        documents = [json.loads(text)]
+    for text, spans in documents:
+        ids, places = own.spans(text, **options)
+        ids = list(ids)
+        learned = overlaps(places, spans, len(text))
+        if kind != "chat":
+            if ids[-1:] != [own.end]:
+                ids.append(own.end)
+                learned.append(0)
+            learned[-1] = spans[-1][1] == len(text)
+        padding = -len(ids) % window
+        tokens = np.empty(len(ids) + padding, item)
+        tokens["token"] = ids + padding * [own.end]
+        tokens["learned"] = learned + padding * [0]
+        if window > 1:
+            tokens["learned"][0] = 0  # the window before has it as its last target
+        yield tokens
+
+
+def overlaps(places, spans, length):
+    """[has the token at this place a character in one of the spans?]"""
+    before = np.zeros(length + 1, int)  # i: how many of the first i characters are in them
+    for start, end in spans:
+        before[start + 1:end + 1] = 1
+    before = before.cumsum()
+    starts, ends = np.array(places, int).reshape(-1, 2).T
+    # A token of spaces alone may have none of them in its place, only its end is right.
+    starts = np.minimum(starts, ends - 1).clip(0)
+    return (before[ends] > before[starts]).tolist()
 
 
 def tokenize(docs, workers, *how):
@@ -204,21 +266,25 @@ class Tokens:
     They wait in memory until they fill a shard. When one has been written, prepare.state
     gets those that still wait, and how far the documents have been read. The next start
     goes on from there. After a kill between the two it writes the same shard once more.
+
+    Each token waits as one `item`: itself, or with a mask the two fields token and learned.
     """
 
-    def __init__(self, out, arguments, dtype, end_fraction):
+    def __init__(self, out, arguments, item, end_fraction):
         """arguments: a later start must have the same. SystemExit if it has not, or if out
         has another data set."""
         self.out = out
         self.arguments = arguments
-        self.dtype = dtype
+        self.item = item
         self.end_fraction = end_fraction
-        self.shard_bytes = arguments["shard_tokens"] * dtype.itemsize
+        self.window = arguments.get("window", 1)  # each document begins at a multiple of it
+        self.shard_bytes = arguments["shard_tokens"] * item.itemsize
         self.waiting = {split: bytearray() for split in SPLITS}
         self.shards = dict.fromkeys(SPLITS, 0)  # how many have been written
         self.documents = 0  # how many have been read
         self.place = (0, 0)  # of the last of them, as documents() yields it
         self.checksum = 0  # of the last of them
+        self.learned = 0  # how many tokens are, with a mask
         if (out / STATE).exists():
             self.load()
         else:
@@ -235,8 +301,9 @@ class Tokens:
             state = json.loads(f.readline())
             for tokens, size in zip(self.waiting.values(), state.pop("waiting")):
                 tokens.extend(f.read(size))
-        for key, value in state["arguments"].items():
-            if value != self.arguments[key]:
+        begun = state["arguments"]
+        for key in {**begun, **self.arguments}:
+            if begun.get(key) != self.arguments.get(key):
                 raise SystemExit(
                     f"{self.out}: begun with another {key}; pass the same to go on, or delete "
                     "its files to begin again, or pass another --out")
@@ -255,6 +322,9 @@ class Tokens:
         self.documents += documents
         self.place = place
         self.checksum = checksum
+        if self.item.names:
+            for more in parts:
+                self.learned += int(np.frombuffer(more, self.item)["learned"].sum())
         if not full:
             return
         self.hold_out()
@@ -266,18 +336,19 @@ class Tokens:
     def hold_out(self):
         """If a split has few tokens before the first shard, give val the end of all."""
         train, val = self.waiting.values()
-        width = self.dtype.itemsize
+        width = self.item.itemsize
         if any(self.shards.values()) or min(len(train), len(val)) >= MANY * width:
             return
         # First all to train. What the hash held out comes last, and so stays held out.
         train.extend(val)
         count = len(train) // width
-        if count < 2:
+        if count < 2 * self.window:
             raise SystemExit(
                 f"{self.out}: {count} tokens leave a split empty; pass more text")
         # Then the end of them to val.
         first = round((1 - self.end_fraction) * count)
-        first = min(max(first, 1), count - 1)
+        first -= first % self.window
+        first = min(max(first, self.window), count - self.window)
         val[:] = train[first * width:]
         del train[first * width:]
         percent = 100 * self.end_fraction
@@ -288,11 +359,27 @@ class Tokens:
         tokens = self.waiting[split]
         name = Path(self.arguments["name"]).name
         file = shard_name(name, split, self.shards[split] + 1)
-        head = header(self.dtype, size // self.dtype.itemsize)
         with memoryview(tokens) as view, view[:size] as first:
-            write_files(self.out, {file: [head, first]})
+            write_files(self.out, self.contents(file, first, with_header=True))
         del tokens[:size]
         self.shards[split] += 1
+
+    def contents(self, file, waiting, with_header):
+        """{name: parts} of a file and of its mask, if it has one."""
+        dtype = self.item
+        count = len(waiting) // self.item.itemsize
+        files = {file: [waiting]}
+        if self.item.names:
+            items = np.frombuffer(waiting, self.item)
+            if self.window > 1:
+                items = np.append(items, np.zeros(1, self.item))  # the last window's last target
+            dtype = self.item["token"]
+            count = len(items)
+            mask = Path(file).with_suffix(".mask").name
+            files = {file: [items["token"].tobytes()], mask: [items["learned"].tobytes()]}
+        if with_header:
+            files[file].insert(0, header(dtype, count))
+        return files
 
     def finish(self, files):
         """Write what still waits, and files, {name: parts}."""
@@ -301,7 +388,7 @@ class Tokens:
         in_shards = any(self.shards.values())
         counts = {}
         for split, tokens in self.waiting.items():
-            count = len(tokens) // self.dtype.itemsize
+            count = len(tokens) // self.item.itemsize
             if in_shards:
                 count += self.shards[split] * self.arguments["shard_tokens"]
                 if tokens:
@@ -309,14 +396,23 @@ class Tokens:
                 print(f"{self.out}: {count:,} tokens in {self.shards[split]} shards of {split}")
             else:
                 # nanoGPT's files are uint16 and have no header.
-                head = header(self.dtype, count) if self.dtype != np.uint16 else b""
-                files[f"{split}.bin"] = [head, tokens]
+                with_header = self.item not in (np.uint16, item_with_mask(np.uint16))
+                files |= self.contents(f"{split}.bin", tokens, with_header)
                 print(f"{self.out}/{split}.bin: {count:,} tokens")
+            if self.window > 1:
+                count += max(1, self.shards[split])  # see contents()
             counts[split] = count
+        if self.item.names:
+            share = self.learned / sum(counts.values())
+            print(f"{self.out}: {share:.1%} of the tokens are learned")
         record = dict(arguments=self.arguments, documents=self.documents, tokens=counts)
         files[RECORD] = [json.dumps(record).encode()]
         write_files(self.out, files)
         os.remove(self.out / STATE)
+
+
+def item_with_mask(dtype):
+    return np.dtype([("token", dtype), ("learned", np.uint8)])
 
 
 def is_prepared(out, arguments):
@@ -394,7 +490,7 @@ def refuse_to_replace(out, contents):
             if contents[file] != (out / file).read_bytes():
                 others.append(file)
         elif file in (RECORD, STATE) or any(
-                file_pattern(split).fullmatch(file) for split in SPLITS):
+                file_pattern(split).fullmatch(file.replace(".mask", ".bin")) for split in SPLITS):
             others.append(file)
     if others:
         raise SystemExit(
@@ -425,6 +521,11 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, **defaults):
     option("--split", default="train", help="split of a hub data set (default: train)")
     option("--column", default="text", help="column that holds the text (default: text)")
     option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
+    option("--chat", action="store_true",
+           help="rows are chats, messages or conversations: learn what the assistant says")
+    option("--learn", metavar="A,B", help="columns of --template: learn only their text")
+    option("--window", metavar="N", type=int, default=1,
+           help="start each document at a multiple of N tokens, for block_size=N")
     option("--tokenizer", metavar="T", default="gpt2",
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
     option("--val_fraction", metavar="F", type=float,
@@ -444,15 +545,35 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, **defaults):
     end_fraction = 0.1
     if args.val_fraction is not None:
         args.hash_fraction = end_fraction = args.val_fraction
-    least = min(args.limit, args.workers, args.shard_tokens)
+    args.shard_tokens -= args.shard_tokens % max(1, args.window)  # whole windows
+    least = min(args.limit, args.workers, args.shard_tokens, args.window)
     if not 0 < args.hash_fraction < 1 or least < 1 or args.shard_tokens >= 2**31:
         raise SystemExit(
-            "--val_fraction must be between 0 and 1, --limit, --workers and --shard_tokens at "
-            "least 1, and --shard_tokens below 2**31, for the files' headers")
+            "--val_fraction must be between 0 and 1, --limit, --workers, --window and "
+            "--shard_tokens at least 1, --shard_tokens not below --window, and below 2**31, for "
+            "the files' headers")
+    check_learned(args)
     own = encoder(args.tokenizer)  # here first: a mistake is then one line, not one a worker
+    if args.chat:
+        chat_template(own.file)
     out = Path(args.out or HERE / args.name)
     with writing(out):
         prepare(args, end_fraction, own, out)
+
+
+def check_learned(args):
+    """SystemExit if --chat or --learn do not fit the other options."""
+    if args.chat and (args.template or args.learn):
+        raise SystemExit("--chat: the chat template says what is text; leave out --template "
+                         "and --learn")
+    if not args.learn:
+        return
+    columns = re.findall(r"{([^{}]+)}", args.template or "")
+    for column in args.learn.split(","):
+        if column not in columns:
+            raise SystemExit(
+                f"--learn={args.learn}: the template has no {{{column}}}; pass --template with "
+                f"it, such as --template='{{question}} {{{column}}}'")
 
 
 def prepare(args, end_fraction, own, out):
@@ -463,35 +584,54 @@ def prepare(args, end_fraction, own, out):
         arguments["source"].append(os.path.abspath(source) if is_local else source)
     for key in ("out", "workers"):  # these may change
         del arguments[key]
-    dtype = np.dtype(np.uint32 if own.vocab_size > 65535 else np.uint16)
+    kind = "chat" if args.chat else "learn" if args.learn else ""
+    for key, default in dict(chat=False, learn=None, window=1).items():
+        if arguments[key] == default:  # so a data set without them is as it always was
+            del arguments[key]
+    item = np.dtype(np.uint32 if own.vocab_size > 65535 else np.uint16)
+    if kind or args.window > 1:
+        item = item_with_mask(item)
     if is_prepared(out, arguments):
         print(f"{out}: prepared already with these arguments")
         return
-    tokens = Tokens(out, arguments, dtype, end_fraction)
+    tokens = Tokens(out, arguments, item, end_fraction)
 
     docs = islice(documents_left(args, tokens), args.limit - tokens.documents)
-    chunks = tokenize(docs, args.workers, args.tokenizer, dtype, args.hash_fraction)
+    how = (args.tokenizer, item, args.hash_fraction, kind, args.window)
+    chunks = tokenize(docs, args.workers, *how)
     from tqdm import tqdm
     with tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
         for *mark, parts in chunks:
             tokens.add(*mark, parts)
-            bar.update(sum(map(len, parts)) // dtype.itemsize)
+            bar.update(sum(map(len, parts)) // item.itemsize)
 
     files = {}
     tokenizer = args.tokenizer
-    if own.file:  # a copy, so that the directory is whole wherever it goes
+    if own.file:  # copies, so that the directory is whole wherever it goes
         tokenizer = TOKENIZER
         files[TOKENIZER] = [Path(own.file).read_bytes()]
+        for path in map(Path(own.file).with_name, BESIDE):
+            if path.exists():
+                files[path.name] = [path.read_bytes()]
     meta = {"vocab_size": own.vocab_size, "tokenizer": tokenizer}
+    if args.window > 1:
+        meta["window"] = args.window
     files["meta.json"] = [json.dumps(meta).encode()]
     tokens.finish(files)
 
 
 def documents_left(args, tokens):
     """The documents behind those in tokens. SystemExit if they are of other files now."""
-    template = args.template or "{" + args.column + "}"
+    template = (args.template or "{" + args.column + "}").replace(r"\n", "\n")
+    learn = args.learn and args.learn.split(",")
+
+    def text_of(row, where):
+        if args.chat:
+            return conversation(row, args.column, where)
+        return fill(template, row, where, learn)
+
     hub = dict(name=args.subset, split=args.split)
-    what = (args.source, template.replace(r"\n", "\n"), args.column, hub)
+    what = (args.source, text_of, args.column, hub)
     if tokens.documents == 0:
         return documents(*what)
     # Read the last one again, to see that it is what it was.

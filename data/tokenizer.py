@@ -11,13 +11,19 @@ directory can move.
 
 import json
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 TOKENIZER = "tokenizer.json"
+# Files beside it, which say where text ends and how chats are written.
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 # How models name their end of a document, where no tokenizer_config.json says.
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 
@@ -28,20 +34,30 @@ ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 def tokenizer(meta, directory=""):
     """(encode: str -> [id], decode: [id] -> str, number of real tokens) for what read_meta
     has read in directory. Without a tokenizer, text is token ids with commas."""
-    if "chars" in meta:
+    name = name_of(meta, directory)
+    if name == "characters":
         return of_characters(meta["chars"])
-    file = os.path.join(directory, TOKENIZER)
-    name = meta.get("tokenizer", TOKENIZER if os.path.exists(file) else None)
     if name == "bytes":
         return lambda text: list(text.encode()), decode_bytes, meta["vocab_size"]
     if name == TOKENIZER:
-        hf, vocab_size = open_tokenizer(file)
+        hf, vocab_size = open_tokenizer(os.path.join(directory, TOKENIZER))
         return lambda text: hf.encode(text).ids, hf.decode, vocab_size
-    is_gpt2s = meta["vocab_size"] in (50257, 50304)  # and padded
-    if name == "gpt2" or name is None and is_gpt2s:
+    if name == "gpt2":
         bpe = gpt2_bpe()
         return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
     return of_ids(meta["vocab_size"], directory)
+
+
+def name_of(meta, directory):
+    """Which tokenizer that is: characters, bytes, gpt2, tokenizer.json, or None."""
+    if "chars" in meta:
+        return "characters"
+    if "tokenizer" in meta:
+        return meta["tokenizer"]
+    if os.path.exists(os.path.join(directory, TOKENIZER)):
+        return TOKENIZER
+    is_gpt2s = meta["vocab_size"] in (50257, 50304)  # and padded
+    return "gpt2" if is_gpt2s else None
 
 
 def of_ids(vocab_size, directory):
@@ -75,6 +91,8 @@ def decode_bytes(tokens):
 
 class Encoder(NamedTuple):
     encode: Any  # function: str -> ids; begins a text as its model does, Llama with <s>
+    # function: str -> (ids, [(start, end)]), the characters of the text that a token stands for
+    spans: Any
     end: int  # the id that ends a document
     vocab_size: int
     file: str | None = None  # its tokenizer.json
@@ -84,13 +102,14 @@ class Encoder(NamedTuple):
 def encoder(name):
     """The Encoder gpt2 or bytes, or that of a tokenizer.json, a directory or a hub name."""
     if name == "bytes":
-        return Encoder(lambda text: np.frombuffer(text.encode(), np.uint8), 256, 257)
+        return Encoder(encode_bytes, spans_of_bytes, 256, 257)
     if name == "gpt2":
         bpe = gpt2_bpe()
-        return Encoder(bpe.encode_ordinary, bpe.eot_token, 50304)
+        return Encoder(bpe.encode_ordinary, partial(spans_of_gpt2, bpe), bpe.eot_token, 50304)
     file = name
     if not os.path.isfile(name):
-        file = os.path.join(local_copy("tokenizer", name, "tokenizer*.json"), TOKENIZER)
+        directory = local_copy("tokenizer", name, "tokenizer*.json", *BESIDE)
+        file = os.path.join(directory, TOKENIZER)
     hf, vocab_size = open_tokenizer(file)
     config = Path(file).with_name("tokenizer_config.json")
     eos = None
@@ -101,8 +120,43 @@ def encoder(name):
     for end in (eos, *ENDS):
         if end in hf.get_vocab():
             end_id = hf.token_to_id(end)
-            return Encoder(lambda text: hf.encode(text).ids, end_id, vocab_size, file)
+            spans = partial(spans_of_file, hf)
+            return Encoder(lambda text: hf.encode(text).ids, spans, end_id, vocab_size, file)
     raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
+
+
+def encode_bytes(text):
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def spans_of_bytes(text):
+    ids = encode_bytes(text)
+    return ids, spans_of_pieces(text, [1] * len(ids))
+
+
+def spans_of_gpt2(bpe, text):
+    ids = bpe.encode_ordinary(text)
+    return ids, spans_of_pieces(text, map(len, bpe.decode_tokens_bytes(ids)))
+
+
+def spans_of_pieces(text, sizes):
+    """[(start, end)] in characters, of pieces of so many bytes. One may hold part of a
+    character."""
+    character = []  # that each byte belongs to
+    for i, one in enumerate(text):
+        character += [i] * len(one.encode())
+    spans = []
+    at = 0
+    for size in sizes:
+        spans.append((character[at], character[at + size - 1] + 1))
+        at += size
+    return spans
+
+
+def spans_of_file(hf, text, **options):
+    """options: add_special_tokens=False leaves out <s> and the like."""
+    found = hf.encode(text, **options)
+    return found.ids, found.offsets
 
 
 # ---------- where they come from ----------------------------------------------

@@ -6,6 +6,9 @@ GPT-2, Llama (1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in
     python -m extras.huggingface out-x DIR --dtype=bfloat16    # out-x's newest checkpoint
     python -m extras.huggingface out-lora DIR                  # LoRA's adapters are merged
     python -m extras.huggingface out-lora DIR --adapter        # or alone, in peft's layout
+
+The data set's tokenizer goes along: a tokenizer.json with its chat template, and GPT-2's or bytes
+written as one.
 """
 
 import json
@@ -21,7 +24,7 @@ import torch
 from checkpoint import BUFFERS, Source, find, open_newest, write_atomically, writing
 from configurator import DTYPES, model_file, package
 from data.loader import data_dir, read_meta
-from data.tokenizer import TOKENIZER, local_copy
+from data.tokenizer import BESIDE, TOKENIZER, encoder, gpt2_bpe, local_copy, name_of
 from ranks import World, first_line, run
 
 # ---------- what corresponds to what ------------------------------------------
@@ -102,13 +105,7 @@ PEFT = dict(
 )
 # Files that say where text ends and how chats are written. A checkpoint keeps their text, since
 # an export needs them again.
-KEPT = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+KEPT = ("config.json", "generation_config.json", *BESIDE)
 
 
 # ---------- in ----------------------------------------------------------------
@@ -266,10 +263,12 @@ def export(source, path, dtype="float32"):
     files = {file: kept[file].encode() for file in KEPT if file in kept}
     files["config.json"] = json.dumps(config, indent=2).encode()
     files["model.safetensors"] = save(tensors, {"format": "pt"})
-    data = data_dir(source.header["config"].get("dataset", ""))
-    with writing(path):
-        if read_meta(data).get("tokenizer") == TOKENIZER:
-            files[TOKENIZER] = Path(data, TOKENIZER).read_bytes()
+    tokenizer, end = their_tokenizer(source)
+    files.update(tokenizer)
+    if end is not None:
+        for file in ("config.json", "generation_config.json"):
+            if file in files:
+                files[file] = with_end(files[file], end)
     write_files(path, files)
 
 
@@ -315,10 +314,9 @@ def export_adapter(source, path):
         fan_in_fan_out=source.header["config"]["model"] == "gpt2",
         inference_mode=True,
     )
-    files = {
-        "adapter_config.json": json.dumps(config, indent=2).encode(),
-        "adapter_model.safetensors": save(tensors, {"format": "pt"}),
-    }
+    files, _ = their_tokenizer(source)
+    files["adapter_config.json"] = json.dumps(config, indent=2).encode()
+    files["adapter_model.safetensors"] = save(tensors, {"format": "pt"})
     write_files(path, files)
 
 
@@ -378,6 +376,99 @@ def their_tensors(source, tied, dtype):
         if adds_biases and not is_embedding:
             tensors[name.replace("weight", "bias")] = torch.zeros(shape[0], dtype=dtype)
     return tensors
+
+
+# ---------- their tokenizer ---------------------------------------------------
+
+
+def their_tokenizer(source):
+    """({file: content}, the token that ends a text or None) of the tokenizer of the run's
+    data. If it has none in their format, a line says so."""
+    data = data_dir(source.header["config"].get("dataset", ""))
+    vocab_size = source.header["model_args"]["vocab_size"]
+    meta = {"vocab_size": vocab_size, **(source.header.get("meta") or read_meta(data))}
+    name = name_of(meta, data)
+    try:
+        if name == "gpt2":
+            bpe = gpt2_bpe()
+            tokens = [bpe.decode_single_token_bytes(i) for i in range(bpe.eot_token)]
+            return byte_level(tokens, vocab_size)
+        if name == "bytes":
+            return byte_level([bytes([i]) for i in range(256)], vocab_size)
+        if name == TOKENIZER:
+            paths = [data / file for file in (TOKENIZER, *BESIDE)]
+            files = {path.name: path.read_bytes() for path in paths if path.exists()}
+            return files, encoder(str(data / TOKENIZER)).end
+        reason = f"the data's is {name or 'not known'}, and has no Hugging Face format"
+    except SystemExit as e:  # the weights are worth writing without it
+        reason = e.code
+    if "dataset" in source.header["config"]:
+        print(f"without a tokenizer: {reason}")
+    return {}, None
+
+
+def byte_level(tokens, vocab_size):
+    """The same of byte-level BPE. tokens: the bytes of each, by its id; those of several
+    bytes in the order in which they were merged. A text ends with the next id, if the model
+    has it."""
+    # GPT-2 writes a byte as a letter: itself if that can be printed, else one from 256 on.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    letters.update({byte: chr(256 + i) for i, byte in enumerate(others)})
+
+    def written(token):
+        return "".join(letters[byte] for byte in token)
+
+    ids = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for token in tokens:
+        if len(token) > 1:
+            merges.append([written(part) for part in merged_from(token, ids)])
+    vocabulary = {written(token): i for token, i in ids.items()}
+    split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    tokenizer = dict(
+        version="1.0",
+        added_tokens=[],
+        pre_tokenizer=split,
+        decoder=split,
+        model=dict(type="BPE", vocab=vocabulary, merges=merges),
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    end = None
+    if len(tokens) < vocab_size:
+        end = len(tokens)
+        token = dict(id=end, content="<|endoftext|>", special=True)
+        token.update(dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False))
+        tokenizer["added_tokens"].append(token)
+        config.update(dict.fromkeys(("bos_token", "eos_token"), token["content"]))
+    files = {TOKENIZER: tokenizer, "tokenizer_config.json": config}
+    return {name: json.dumps(content).encode() for name, content in files.items()}, end
+
+
+def merged_from(token, ids):
+    """The two tokens whose merge makes this one: BPE, up to its last step."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [left + right for left, right in zip(parts, parts[1:])]
+        first = min(range(len(pairs)), key=lambda i: ids.get(pairs[i], len(ids)))
+        parts[first:first + 2] = [pairs[first]]
+    return parts
+
+
+def with_end(content, end):
+    """A file of theirs, where a text ends with this token too. A chat ends with another than
+    what the model was trained on before."""
+    theirs = json.loads(content)
+    ends = theirs.get("eos_token_id")
+    if ends is None:
+        ends = []
+    elif not isinstance(ends, list):
+        ends = [ends]
+    if end in ends:
+        return content
+    theirs["eos_token_id"] = [end, *ends] if ends else end
+    return json.dumps(theirs, indent=2).encode()
 
 
 def main(argv):

@@ -282,22 +282,26 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
     assert split_documents(train + val) == [text] * 2
 
 
-def test_prepare_with_gpt2s_tokenizer(tmp_path, monkeypatch):
-    """Where a directory beside the repository has its vocabulary and Shakespeare, without a
-    network."""
-    beside = os.path.abspath(os.path.join(HERE, "..", "shared"))
-    if os.path.isdir(os.path.join(beside, "tiktoken")):
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(beside, "tiktoken"))
+BESIDE = os.path.abspath(os.path.join(HERE, "..", "shared"))  # has what needs a network
+
+
+def gpt2_or_skip(monkeypatch):
+    if os.path.isdir(os.path.join(BESIDE, "tiktoken")):
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(BESIDE, "tiktoken"))
     try:
-        encode = gpt2_bpe().encode_ordinary
+        return gpt2_bpe()
     except SystemExit as e:
         pytest.skip(e.code)
+
+
+def test_prepare_with_gpt2s_tokenizer(tmp_path, monkeypatch):
+    encode = gpt2_or_skip(monkeypatch).encode_ordinary
     text = "the quick <|endoftext|> fox"  # what looks like a special token in a text is text
     (tmp_path / "a.txt").write_text(text)
     train, val = prepared([tmp_path / "a.txt"], tmp_path / "o", tokenizer="gpt2")
     assert train + val == [*encode(text), 50256]
     assert loader.read_meta(tmp_path / "o") == {"vocab_size": 50304, "tokenizer": "gpt2"}
-    text = os.path.join(beside, "data", "tinyshakespeare.txt")
+    text = os.path.join(BESIDE, "data", "tinyshakespeare.txt")
     if os.path.exists(text):
         p = script("data/shakespeare/prepare.py", f"--input={text}", f"--out={tmp_path}")
         assert "301,966" in p.stdout and "36,059" in p.stdout  # nanoGPT's numbers

@@ -13,14 +13,15 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from harness import on_ranks, plain_gpt, refused, values
+from harness import HERE, on_ranks, plain_gpt, refused, values
+from test_data import gpt2_or_skip
 
 import sample
 import train
 from checkpoint import Source
 from configurator import load_config, resolve
 from data.tokenizer import encoder
-from extras.huggingface import export, open_pretrained, understand
+from extras.huggingface import KEPT, export, open_pretrained, understand
 from ranks import setup
 
 transformers = pytest.importorskip("transformers")
@@ -109,9 +110,9 @@ def test_huggingface_gpt2_starts_on_ranks_with_its_weights(tmp_path):
     assert [values(results, name) for name in cases] == [[[], []], [[], []]]
 
 
-def source_of(model):
+def source_of(model, **header):
     flat = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    header = dict(model_args=asdict(model.config), config={})
+    header = dict(model_args=asdict(model.config), config={}) | header
     return Source("memory", header, {key: tuple(t.shape) for key, t in flat.items()}, flat.get)
 
 
@@ -126,6 +127,46 @@ def test_huggingface_of_a_model_without_biases_has_zeros(tmp_path):
     assert (gpt(IDX, IDX)[0] - theirs.eval()(IDX).logits).abs().max() < 1e-5
     assert theirs.config.resid_pdrop == theirs.config.attn_pdrop == 0.1  # the run's
     assert theirs.config.eos_token_id is None  # not GPT-2's, which is beyond this vocabulary
+
+
+TEXTS = ["  don't stop\n\n\tI'LL 12,345 <|im_end|>", "caf\u00e9 \U0001f31e\u65e5\u672c ",
+         "\x00\u0301\ufb03"]
+
+
+@pytest.mark.parametrize("name, vocab_size", [("gpt2", 50304), ("bytes", 257), ("bytes", 256)])
+def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, name, vocab_size):
+    """Of GPT-2 from tiktoken's table, and the same for bytes."""
+    encode = gpt2_or_skip(monkeypatch).encode_ordinary if name == "gpt2" else encoder(name).encode
+    model = plain_gpt(vocab_size=vocab_size, n_embd=4, n_head=1)
+    meta = dict(vocab_size=vocab_size, tokenizer=name)
+    kept = {file: json.dumps({"eos_token_id": 7}) for file in ("config.json", KEPT[1])}
+    source = source_of(model, config={"dataset": "gone"}, meta=meta, kept=kept)
+    export(source, str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = [*TEXTS, *map(read_source, ("train.py", "tests/test_chat.py"))]
+    for text in texts:
+        assert theirs(text)["input_ids"] == list(encode(text))
+        assert theirs.decode(encode(text)) == text
+    end = {50304: 50256, 257: 256, 256: None}[vocab_size]
+    assert theirs.eos_token_id == end
+    for file in kept:  # a text ends with it too
+        ends = json.loads((tmp_path / file).read_text())["eos_token_id"]
+        assert ends == (7 if end is None else [end, 7])
+
+
+def read_source(path):
+    with open(os.path.join(HERE, path)) as f:
+        return f.read()
+
+
+@pytest.mark.parametrize("meta, said", [
+    (dict(chars=list("ab")), "characters"), (dict(tokenizer="tokenizer.json"), "gone"),
+    ({}, "not known")])
+def test_huggingface_says_that_it_has_no_tokenizer(tmp_path, capsys, meta, said):
+    export(source_of(plain_gpt(), config={"dataset": "gone"}, meta=meta), str(tmp_path))
+    line = capsys.readouterr().out
+    assert "without a tokenizer" in line and said in line and line.count("\n") == 1
+    assert not (tmp_path / "tokenizer.json").exists() and (tmp_path / "model.safetensors").exists()
 
 
 def test_huggingface_out_mistakes_are_one_clear_line(tmp_path):
