@@ -98,11 +98,18 @@ def describe(cfg, model, batches, source, world):
     n = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     samples = cfg.gradient_accumulation_steps * cfg.batch_size
-    epoch = len(batches.files["train"]) / samples
+    epochs = []
+    for name, files in batches.files["train"].items():
+        share = batches.shares[name]
+        of = f" of {name}" if share < 1 else ""
+        epochs.append(f"epoch{of} = {len(files) / (samples * share):,.0f} steps")
     yield (
         f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
         f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens a step, "
-        f"epoch = {epoch:,.0f} steps")
+        f"{', '.join(epochs)}")
+    for name, files in batches.files["train"].items():
+        if files.masks:
+            yield f"{name}: {files.counts.mean() / cfg.block_size:.1%} of the targets count"
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
     if source:
@@ -197,12 +204,18 @@ class Log:
         ))
 
     def evaluation(self, step, losses):
-        train = losses["train"]
+        """losses: as train.evaluate returns them."""
         val = losses["val"]
-        print0(self.world, f"step {step}: train loss {train:.4f}, val loss {val:.4f}")
-        perplexity = math.exp(min(val, 700))  # exp overflows from 710 on
-        self.write(dict(
-            iter=step, train_loss=train, val_loss=val, val_perplexity=perplexity))
+        line = f"step {step}: train loss {losses['train']:.4f}, val loss {val:.4f}"
+        row = dict(iter=step)
+        for key, loss in losses.items():
+            split, slash, name = key.partition("/")
+            row[f"{split}_loss{slash}{name}"] = loss
+            if name and split == "val":
+                line += f", of {name} {loss:.4f}"
+        row["val_perplexity"] = math.exp(min(val, 700))  # exp overflows from 710 on
+        print0(self.world, line)
+        self.write(row)
 
     def write(self, row):
         if self.file:

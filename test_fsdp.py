@@ -227,7 +227,7 @@ def case_mechanisms(tmp, **overrides):
         return [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
 
     with fsdp.inference(run.wrapped):
-        run.wrapped(*run.batches.train(0, 0))
+        run.wrapped(*run.batches.train(0, 0)[:2])
         inside = gathered()
     return dict(
         blocks=all(isinstance(block, FSDPModule) for block in model.blocks),
@@ -311,7 +311,7 @@ def case_collectives(tmp, **overrides):
     steps(run)  # the first step sets things up
     with CommDebugMode() as comm:  # one micro-batch
         fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=True)
-        run.wrapped(*run.batches.train(1, 0))[1].backward()
+        run.wrapped(*run.batches.train(1, 0)[:2])[1].backward()
     run.optimizer.zero_grad()
 
     with heard() as traffic:
@@ -373,7 +373,7 @@ def case_persistent_bytes(tmp, **overrides):
     """Bytes this rank keeps: parameters, gradients (after backward) and moments."""
     run = built(tmp, **overrides)
     steps(run)
-    run.wrapped(*run.batches.train(1, 0))[1].backward()
+    run.wrapped(*run.batches.train(1, 0)[:2])[1].backward()
     fsdp.reshard(run.wrapped)
 
     def size(tensors):  # of their storages, each once
@@ -411,7 +411,7 @@ def test_mechanisms_checkpointed_activations_are_recomputed(tmp):
         with (FlopCounterMode(display=False) as flops,
               patch.object(F, "gelu", wraps=F.gelu) as gelu,
               patch("torch.autograd.graph.save_on_cpu", wraps=save_on_cpu) as offloaded):
-            run.wrapped(*run.batches.train(0, 0))[1].backward()
+            run.wrapped(*run.batches.train(0, 0)[:2])[1].backward()
         return flops.get_total_flops(), gelu.call_count, offloaded.call_count
 
     work, gelus, offloaded = step()

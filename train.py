@@ -261,14 +261,14 @@ def open_source(cfg, world):
 def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     """Accumulate, clip, update (all ranks). `batch` is the step's first micro-batch.
 
-    Returns the mean loss of this rank's micro-batches, the global norm of the gradients
-    before clipping, and the first micro-batch of step + 1. The first two are 0-d tensors:
-    reading them waits for the device.
+    Returns this rank's loss, whose mean over ranks is the step's; the global norm of the
+    gradients before clipping; and the first micro-batch of step + 1. The first two are 0-d
+    tensors: reading them waits for the device.
     """
     accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches a rank
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
-    mean_loss = torch.zeros((), device=world.device)
+    total_loss = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
         # By default ("auto") DDP reduces after the last micro-batch, FSDP2 after each.
@@ -280,17 +280,20 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         )
         # Dropout: by micro-batch, not by rank, or masks would depend on the world size.
         torch.manual_seed(derive_seed(cfg.seed, step, micro * world.size + world.rank))
+        x, y, weight = batch
         with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
             # Take the loss alone: a name for the logits would keep their memory.
-            loss = wrapped(*batch)[1]
-        loss = loss / accumulation  # FSDP and DDP average over ranks; this, micro-batches
+            loss = wrapped(x, y)[1]
+        # FSDP and DDP average over ranks, and this over micro-batches. With the weights it is
+        # the mean over all targets of the step that count.
+        loss = loss * weight / accumulation
         # Fetch the next micro-batch now, while the GPU is still computing.
         if is_last:
             batch = batches.train(step + 1, 0)
         else:
             batch = batches.train(step, micro + 1)
         scaler.scale(loss).backward()
-        mean_loss += loss.detach()
+        total_loss += loss.detach()
     scaler.unscale_(optimizer)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip)
     # float16: if a gradient overflowed on any rank, all of them skip the step. DDP has the sum
@@ -300,26 +303,36 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     # DDP's gradients are views of its buckets; fsdp.replicate says why they must stay.
     keep_buckets = cfg.strategy == "ddp" and accumulation > 1
     optimizer.zero_grad(set_to_none=not keep_buckets)
-    return mean_loss, norm, batch
+    return total_loss, norm, batch
 
 
 def evaluate(wrapped, batches, cfg, world):
-    """{split: mean loss} over fixed windows (all ranks: each forward gathers)."""
+    """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers).
+    Of a mixture that is by the weights of its sets, and "split/NAME" has each one's."""
     losses = {}
-    dtype = torch.float32 if world.device.type == "mps" else torch.float64
     with fsdp.inference(wrapped):
         for split in ("train", "val"):
-            total = torch.zeros((), device=world.device, dtype=dtype)
-            windows = torch.zeros_like(total)
-            for x, y, weight in batches.fixed(split):
-                with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
-                    loss = wrapped(x, y)[1]  # the mean over `weight` windows
-                total += loss * weight
-                windows += weight
-            all_reduce_mean_(total, world)
-            all_reduce_mean_(windows, world)
-            losses[split] = (total / windows).item()  # synchronization point
+            losses[split] = 0.0
+            for name, share in batches.shares.items():
+                loss = mean_loss(wrapped, batches.fixed(split, name), cfg, world)
+                losses[split] += share * loss
+                if share < 1:
+                    losses[f"{split}/{name}"] = loss
     return losses
+
+
+def mean_loss(wrapped, weighted_batches, cfg, world):
+    dtype = torch.float32 if world.device.type == "mps" else torch.float64
+    total = torch.zeros((), device=world.device, dtype=dtype)
+    weights = torch.zeros_like(total)
+    for x, y, weight in weighted_batches:
+        with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
+            loss = wrapped(x, y)[1]
+        total += loss * weight
+        weights += weight
+    all_reduce_mean_(total, world)
+    all_reduce_mean_(weights, world)
+    return (total / weights).item()  # synchronization point
 
 
 def require_finite(value, what, step, cfg, saver):

@@ -9,6 +9,9 @@ Each split (train, val) is one file or shards:
 A train.bin may have the header too; tokens above 65,535 need it. Beside them lie meta.json
 and prepare.json, which says how they were made; prepare.state for as long as they are not
 all there.
+
+Beside X.bin there may be X.mask: one byte a token, without a header. It is 1 if the model
+learns to predict that token, and 0 if not. Without masks it learns all of them.
 """
 
 import glob
@@ -104,3 +107,22 @@ def open_tokens(path):
             f"{path}: {size} bytes for a header of {offset} and {count} tokens of "
             f"{dtype.itemsize}; it is empty or damaged, prepare it again")
     return np.memmap(path, dtype, mode="r", offset=offset)
+
+
+def open_masks(files):
+    """Memory maps of the masks beside a split's files of tokens; [] if it has none.
+    SystemExit if they do not fit."""
+    paths = [Path(tokens.filename).with_suffix(".mask") for tokens in files]
+    missing = [path for path in paths if not path.exists()]
+    if len(missing) == len(paths):
+        return []
+    if missing:
+        raise SystemExit(
+            f"{missing[0]}: it is missing, and other files of this split have a mask; copy or "
+            "prepare the data again")
+    for path, tokens in zip(paths, files):
+        if path.stat().st_size != len(tokens):
+            raise SystemExit(
+                f"{path}: {path.stat().st_size:,} bytes for {len(tokens):,} tokens, and each "
+                "token has one byte; copy or prepare the data again")
+    return [np.memmap(path, np.bool_, mode="r") for path in paths]

@@ -3,13 +3,17 @@ Batches of tokens. Which ones come when is a pure function of (seed, split, step
 run that resumes has nothing to restore.
 
     batches = Batches(cfg, world)
-    x, y = batches.train(step, micro)    # (batch_size, block_size) each, on the device
+    x, y, weight = batches.train(step, micro)  # (batch_size, block_size) each, on the device
 
 A split is cut into windows of block_size tokens. Each epoch visits every window once, in
 an order that is computed window by window, without a shuffled index in memory. (nanoGPT
 draws random offsets instead.)
 
-A split is a file or shards; files.py has their layout.
+A split is a file or shards; files.py has their layout, and that of masks. A target that the
+mask leaves out is -1, which models ignore. A window may have no other: it is taken like any
+and counts for nothing, since to skip it the order would have to depend on the masks.
+
+The key `dataset` may name several sets: mixture.py.
 """
 
 import json
@@ -21,7 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import open_split
+from data.files import open_masks, open_split
+from data.mixture import Mixture, weights_of
 
 HERE = Path(__file__).absolute().parent
 
@@ -32,50 +37,94 @@ class Batches:
     def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
-        self.files = {}
-        directory = data_dir(cfg.dataset)
-        for split in ("train", "val"):
-            self.files[split] = TokenFiles(directory, split, cfg.block_size, cfg.vocab_size)
+        weights = weights_of(cfg.dataset)
+        self.mixture = Mixture([*weights.values()])
+        total = sum(weights.values())
+        self.shares = {name: weight / total for name, weight in weights.items()}
+        require_one_vocabulary(weights)
+        self.files = {"train": {}, "val": {}}  # {split: {name of a set: TokenFiles}}
+        for split, of_split in self.files.items():
+            for name in weights:
+                files = TokenFiles(data_dir(name), split, cfg.block_size, cfg.vocab_size)
+                if files.count(eval_order(len(files), cfg.eval_iters * cfg.batch_size)) == 0:
+                    raise SystemExit(
+                        f"{data_dir(name)}: in the windows of {split} that an evaluation reads, "
+                        "the mask leaves out every token; raise eval_iters, or prepare again "
+                        "with more text or another block_size")
+                of_split[name] = files
+        self.counted = None, 0  # a step, and its mean_targets
 
     def train(self, step, micro):
-        """Inputs and targets of one micro-batch: (batch_size, block_size) each, int64."""
-        cfg = self.cfg
+        """(inputs, targets, weight) of one micro-batch: (batch_size, block_size) each, int64.
+
+        weight: how many of its targets count, in proportion to the mean micro-batch of this
+        step on all ranks. Without masks it is 1.
+        """
+        B = self.cfg.batch_size
+        T = self.cfg.block_size
         world = self.world
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
-        number = step * cfg.gradient_accumulation_steps
+        number = step * self.cfg.gradient_accumulation_steps
         number += micro * world.size + world.rank
-        files = self.files["train"]
-        windows = train_order(
-            len(files),
-            cfg.seed,
-            first=number * cfg.batch_size,
-            count=cfg.batch_size,
-        )
-        x, y = files.batch(windows)
-        return self.to_device(x, y)
+        x = torch.empty(B, T, dtype=torch.int64)
+        y = torch.empty_like(x)
+        for files, rows, windows in self.samples(number * B, B):
+            x[rows], y[rows] = files.batch(windows)
+        x, y, count = self.ready(x, y)
+        return x, y, count / self.mean_targets(step)
 
-    def fixed(self, split):
-        """Yield (inputs, targets, weight): this rank's part of the windows of an evaluation.
+    def samples(self, first, count):
+        """Yield (files, rows, windows) for training samples first .. first + count - 1: which
+        of them come from these files, and their windows."""
+        sets = self.mixture.sets(first, count)
+        taken = self.mixture.taken(first)
+        for number, files in enumerate(self.files["train"].values()):
+            rows = np.flatnonzero(sets == number)
+            # Each set has epochs of its own, in an order of its own.
+            order = train_order(len(files), self.cfg.seed, taken[number], len(rows), number)
+            yield files, rows, order
 
-        weight: how many windows of the micro-batch count. All ranks yield equally often,
-        for each forward is a collective. One that has run out of windows yields weight 0.
+    def mean_targets(self, step):
+        """How many targets of a micro-batch count, on average over this step's on all ranks.
+        Each rank counts for all of them, so that none waits for another."""
+        A = self.cfg.gradient_accumulation_steps
+        B = self.cfg.batch_size
+        if not any(files.masks for files in self.files["train"].values()):
+            return B * self.cfg.block_size
+        if self.counted[0] != step:
+            samples = self.samples(step * A * B, A * B)
+            total = sum(files.count(windows) for files, _, windows in samples)
+            self.counted = step, total / A or 1  # of a step without a target all weights are 0
+        return self.counted[1]
+
+    def fixed(self, split, name):
+        """Yield (inputs, targets, weight): this rank's part of the windows of an evaluation of
+        the data set `name`.
+
+        weight: how many targets of the micro-batch count, in windows. All ranks yield equally
+        often, for each forward is a collective. One that has run out of windows yields 0.
         """
         B = self.cfg.batch_size
         world = self.world
-        files = self.files[split]
+        files = self.files[split][name]
         order = eval_order(len(files), self.cfg.eval_iters * B)
         for start in range(0, len(order), world.size * B):
             first = start + world.rank * B
             windows = order[first:first + B]
-            weight = len(windows)
-            if weight == 0:
-                windows = order
             # Repeat windows up to B: a compiled model would be compiled again for fewer.
-            x, y = files.batch(np.resize(windows, B))
-            # Their targets are ignored. Keep one row at least: the mean of none is NaN.
-            y[max(1, weight):] = -1
-            x, y = self.to_device(x, y)
-            yield x, y, weight
+            x, y = files.batch(np.resize(windows if len(windows) else order, B))
+            y[len(windows):] = -1
+            x, y, count = self.ready(x, y)
+            yield x, y, count / self.cfg.block_size
+
+    def ready(self, x, y):
+        """x and y on the device, and how many targets count."""
+        count = (y != -1).sum().item()
+        if count == 0:
+            # One target at least must stay: the mean of none is NaN. It has weight 0.
+            y[0, 0] = 0
+        x, y = self.to_device(x, y)
+        return x, y, count
 
     def to_device(self, *tensors):
         device = self.world.device
@@ -92,7 +141,13 @@ class TokenFiles:
         """SystemExit if the data is missing, damaged or does not fit the model."""
         self.block_size = block_size
         self.vocab_size = vocab_size
+        window = read_meta(directory).get("window", block_size)
+        if window != block_size:
+            raise SystemExit(
+                f"block_size={block_size}, but {directory} is padded to windows of {window}; "
+                f"pass --block_size={window}, or prepare it again with --window={block_size}")
         self.files = open_split(directory, split)
+        self.masks = open_masks(self.files)
         # n windows take n * block_size + 1 tokens: a last target follows the last input.
         self.starts = [0]  # the number of each file's first window
         for tokens in self.files:
@@ -103,30 +158,44 @@ class TokenFiles:
             raise SystemExit(
                 f"{longest.filename}: {len(longest)} tokens, and block_size={block_size} "
                 f"needs {block_size + 1}; lower it, or prepare more text")
+        # How many targets count in each window.
+        counts = []
+        for mask, start, end in zip(self.masks, self.starts, self.starts[1:]):
+            targets = mask[1:(end - start) * block_size + 1]
+            counts.append(np.count_nonzero(targets.reshape(-1, block_size), axis=1))
+        self.counts = np.concatenate(counts) if counts else None
         # Look at 100 windows now: the tokens of another vocabulary nearly always show.
         self.batch(eval_order(len(self), 100))
 
     def __len__(self):
         return self.starts[-1]
 
+    def count(self, windows):
+        """How many targets of these windows count."""
+        if not self.masks:
+            return len(windows) * self.block_size
+        return self.counts[windows].sum().item()
+
     def batch(self, windows):
         """Inputs and targets of these windows: (len(windows), block_size) each, int64."""
         T = self.block_size
-        rows = np.empty((len(windows), T + 1), np.int64)
-        for row, window in zip(rows, windows):
-            row[:] = self.window(window)
-        rows = torch.from_numpy(rows)
-        x = rows[:, :-1]
-        y = rows[:, 1:]
-        return x.contiguous(), y.contiguous()
+        x = np.empty((len(windows), T), np.int64)
+        y = np.empty_like(x)
+        for row, window in enumerate(windows):
+            file = bisect_right(self.starts, window) - 1
+            start = (window - self.starts[file]) * T
+            tokens = self.tokens(file, start)
+            x[row] = tokens[:-1]
+            y[row] = tokens[1:]
+            if self.masks:
+                learned = self.masks[file][start + 1:start + T + 1]
+                y[row, ~learned] = -1
+        return torch.from_numpy(x), torch.from_numpy(y)
 
-    def window(self, number):
+    def tokens(self, file, start):
         """The block_size + 1 tokens of a window."""
-        T = self.block_size
-        file = bisect_right(self.starts, number) - 1
         tokens = self.files[file]
-        start = (number - self.starts[file]) * T
-        row = tokens[start:start + T + 1]
+        row = tokens[start:start + self.block_size + 1]
         largest = row.max()
         if largest >= self.vocab_size:
             raise SystemExit(
@@ -139,8 +208,28 @@ class TokenFiles:
 
 
 def data_dir(dataset):
-    """data/<dataset>; a path to a directory is taken as it is."""
-    return Path(dataset) if os.path.isdir(dataset) else HERE / dataset
+    """data/<dataset>; a path to a directory is taken as it is. Of a mixture, that of its first
+    set: all have the same vocabulary."""
+    name = next(iter(weights_of(dataset)))
+    return Path(name) if os.path.isdir(name) else HERE / name
+
+
+def require_one_vocabulary(names):
+    """SystemExit if the data sets of a mixture do not say that they share one."""
+    first, *others = names
+    for name in others:
+        if vocabulary(name) != vocabulary(first):
+            raise SystemExit(
+                f"{data_dir(name)} and {data_dir(first)} have different vocabularies, by their "
+                "meta.json; prepare both with the same --tokenizer")
+
+
+def vocabulary(name):
+    """What meta.json says about it, and the tokenizer's file if there is one."""
+    meta = read_meta(data_dir(name))
+    file = data_dir(name) / "tokenizer.json"
+    said = {key: meta.get(key) for key in ("vocab_size", "tokenizer", "chars")}
+    return said, file.read_bytes() if file.exists() else None
 
 
 def read_meta(directory):
@@ -193,32 +282,37 @@ class SafeUnpickler(pickle.Unpickler):
 # ---------- order -------------------------------------------------------------
 
 
-def train_order(n, seed, first, count):
-    """Windows of training samples first .. first + count - 1. An epoch is n samples."""
-    order = []
-    for sample in range(first, first + count):
-        epoch, i = divmod(sample, n)
-        order.append(permute(i, n, key=(seed, epoch)))
-    return np.array(order)
+def train_order(n, seed, first, count, number=0):
+    """Windows of training samples first .. first + count - 1 of the mixture's set `number`,
+    which has n. An epoch is n samples."""
+    epochs, samples = np.divmod(np.arange(first, first + count), n)
+    order = np.empty(count, np.int64)
+    for epoch in set(epochs.tolist()):
+        now = epochs == epoch
+        # (SeedSequence takes (seed, epoch, 0) for (seed, epoch).)
+        order[now] = permute(samples[now], n, key=(seed, epoch, number))
+    return order
 
 
-def permute(i, n, key):
-    """Where i goes in a pseudo-random permutation of range(n), in O(1) memory."""
+def permute(numbers, n, key):
+    """Where they go in a pseudo-random permutation of range(n), in O(1) memory."""
     # A Feistel network permutes the numbers below side * side, which is at least n.
     bits = ((n - 1).bit_length() + 1) // 2
     side = 1 << max(1, bits)
     round_keys = np.random.SeedSequence(key).generate_state(4).tolist()
-    # Cycle walking: permute again until the result is below n.
-    while True:
-        left, right = divmod(i, side)
+    result = numbers.astype(np.uint64)
+    # Cycle walking: permute again what is not below n.
+    beyond = np.full(len(numbers), True)
+    while beyond.any():
+        left, right = np.divmod(result[beyond], side)
         for round_key in round_keys:
             # Each round can be undone, whatever scramble returns: so it is a permutation.
             scrambled = left ^ scramble(right ^ round_key) % side
             left = right
             right = scrambled
-        i = left * side + right
-        if i < n:
-            return i
+        result[beyond] = left * side + right
+        beyond = result >= n
+    return result.astype(np.int64)
 
 
 def scramble(x):

@@ -111,9 +111,9 @@ def step(wrapped, model, cfg, world, ledger):
     place_marks(model, optimizer, ledger)
 
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
-    batches = SimpleNamespace(train=lambda step, micro: (x, x))
+    batches = SimpleNamespace(train=lambda step, micro: (x, x, 1.0))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    train.train_step(wrapped, optimizer, scaler, batches, (x, x), 0, cfg, world)
+    train.train_step(wrapped, optimizer, scaler, batches, (x, x, 1.0), 0, cfg, world)
     return ledger.timeline()  # now: afterwards the optimizer's memory is freed
 
 

@@ -426,7 +426,7 @@ def plain_training(cfg):
         total = 0.0
         for micro in range(cfg.gradient_accumulation_steps):
             torch.manual_seed(derive_seed(cfg.seed, step, micro))
-            loss = model(*batches.train(step, micro))[1] / cfg.gradient_accumulation_steps
+            loss = model(*batches.train(step, micro)[:2])[1] / cfg.gradient_accumulation_steps
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or 1e9)
