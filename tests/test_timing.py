@@ -14,7 +14,6 @@ import torch
 from harness import refused
 from test_plan import HYBRID, TINY, command, placed
 
-from configurator import load_config
 from extras import plan, timing
 from extras.program import COMPUTE, Event, Operation, Record, Wait
 from extras.rehearse import rehearse
@@ -44,7 +43,9 @@ CLUSTER = timing.Cluster(ROUND, gpus_per_node=8, network=50e9)
     (dict(name="copy", moved=2 * timing.PCIE), 1000),  # it is read there and written here
     (dict(name="update on the host", moved=timing.HOST), 1000)])
 def test_timing_prices_are_sums_by_hand(keys, ms):
-    op = Operation(where="", micro_batch=1, row=0, reads=[("x", keys.pop("moved"))], writes=[], **keys)
+    moved = [("x", keys["moved"])]
+    op = Operation(where="", micro_batch=1, row=0, reads=moved, writes=[], **{
+        key: value for key, value in keys.items() if key != "moved"})
     assert 1e3 * timing.price(op, CLUSTER) == pytest.approx(ms)
 
 
@@ -264,39 +265,21 @@ def test_timing_one_measured_rate_sets_that_of_products():
 # what others published
 
 
-def published_ratios():
-    """Predicted over published of the rows that are here. Times are linear in depth, so blocks
-    are few; and those that differ only in ranks share a rehearsal."""
-    rehearsed = {}  # {(keys but ranks, depth): (program, ranks, cfg)}
-    for row in published.rows(published.ROWS.splitlines()):
-        argv = published.arguments(row)
-        machine, rest = plan.parse(argv)
-        ranks = int(row["gpus"])
-        layers = int(re.search(r"--n_layer=(\d+)", " ".join(argv))[1])
-        seconds = {}
-        for depth in (2, 4):
-            same = ("model", "seq", "mbs", "strategy", "ac", "reduce")
-            key = *[row[name] for name in same], depth
-            if key not in rehearsed:
-                cfg = load_config([*rest, f"--n_layer={depth}"])
-                cfg, world = plan.place(replace(cfg, strategy=row["strategy"]), ranks, machine)
-                *_, program = rehearse(cfg, world)
-                rehearsed[key] = program, ranks, cfg
-            program, first, cfg = rehearsed[key]
-            sharded = cfg.strategy != "hybrid_shard"
-            more = timing.grown(program, ranks / first, cfg.shard_group_size, rows=sharded)
-            cluster = replace(machine.cluster, compiled=row["compile"] == "1")
-            seconds[depth] = timing.run(more, cluster, int(row["accum"])).seconds
-        whole = seconds[2] + (seconds[4] - seconds[2]) * (layers - 2) / 2
-        tokens = int(row["seq"]) * int(row["mbs"]) * int(row["accum"])
-        yield tokens / whole / float(row["tok_s_gpu"])
-
-
 def test_timing_predicts_what_others_published():
-    ratios = list(published_ratios())
+    rows = published.rows(published.ROWS.splitlines())
+    ratios = [published.predicted(row)[0] / float(row["tok_s_gpu"]) for row in rows]
     assert len(ratios) == 20
     assert published.error(ratios) <= 0.09
     assert published.within(0.25, ratios) == 1
+
+
+def test_timing_published_rows_are_linear_in_depth():
+    """What is predicted from 2 and 4 blocks is what all blocks give."""
+    row = next(row for row in published.rows(published.ROWS.splitlines()) if "1b" in row["model"])
+    [planned] = plan.main(published.arguments(row))
+    rate, exposed = published.predicted(row)
+    assert rate == pytest.approx(planned["tok/s"], rel=0.005)
+    assert exposed == pytest.approx(planned["exposed"], abs=0.002)
 
 
 # -----------------------------------------------------------------------------
