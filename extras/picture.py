@@ -2,12 +2,12 @@
 What happens in a step that plan.py planned: as text (its --events), and drawn (its --plot).
 """
 
+import math
 import os
 import re
 from itertools import groupby
 
 from configurator import package
-from extras.program import COMPUTE, UPDATE
 from extras.timing import KERNEL
 
 # ---------- what happens in a step --------------------------------------------
@@ -22,26 +22,27 @@ def print_events(row, micro_batches, unit, name, fold=True):
     print(f"\n{title:54s}{'sent':>8s}{clock}{'held':>14s}")
     if row["strategy"] == "ddp":
         print("(DDP reduces its gradients in buckets of 25 MiB, as they fill; here by block)")
-    update = [e for e in row["events"] if e.where in UPDATE]
-    events = [e for e in row["events"] if e.where not in UPDATE]
-    rehearsed = update[-1].micro_batch
+    rehearsed = row["events"][-1].micro_batch
     first = 1
     for n in range(1, rehearsed + 1):
-        # The last but one stands for those that were left out.
-        last = first + micro_batches - rehearsed if n == rehearsed - 1 else first
-        many = f"micro-batches {first} to {last} of {micro_batches}, each"
-        print(many if last > first else f"micro-batch {first} of {micro_batches}")
-        here = [e for e in events if e.micro_batch == n]
-        print_steps(here, row, unit, fold, part=n)
-        if not here:
-            print("  nothing is gathered, freed or reduced")
+        last = first
+        if n == rehearsed - 1:  # it stands for those that were left out
+            last += micro_batches - rehearsed
+        if last > first:
+            print(f"micro-batches {first} to {last} of {micro_batches}, each")
+        else:
+            print(f"micro-batch {first} of {micro_batches}")
+        print_part(row, n, unit, fold)
         first = last + 1
     print("update")
-    print_steps(update, row, unit, fold, part=rehearsed + 1)
+    print_part(row, rehearsed + 1, unit, fold)
 
 
-def print_steps(events, row, unit, fold, part):
+def print_part(row, part, unit, fold):
     """The events of a micro-batch or of the update, block by block."""
+    events = [e for e in row["events"] if e.part() == part]
+    if not events:
+        print("  nothing is gathered, freed or reduced")
     same = []  # places where the same happens as in the one before
     before = None
     for where, group in groupby(events, key=lambda e: e.where):
@@ -54,31 +55,36 @@ def print_steps(events, row, unit, fold, part):
         same = []
         before = pattern
         for e in here:
-            what = e.what.replace("_", "-")
-            sent = f"{e.sent() / unit:,.2f}" if e.size else ""
-            held = row["timeline"][e.row, 1:].sum() / unit
-            clock = ""
-            if "step" in row:
-                start, end = row["step"].span(e)
-                clock = f"{1e3 * (start - row['step'].begin(part)):11,.2f}"
-                clock += f"{1e3 * (end - start):11,.2f}" if e.size else " " * 11
-            exposed = "  exposed" if is_exposed(e, row) else ""
-            print(f"  {where:20s}{what:16s}{e.unit:16s}{sent:>8s}{clock}{held:14,.2f}{exposed}")
+            print_event(e, where, row, unit)
             where = ""
     print_same(same)
 
 
+def print_event(e, where, row, unit):
+    what = e.what.replace("_", "-")
+    sent = f"{e.sent() / unit:,.2f}" if e.size else ""
+    held = row["timeline"][e.row, 1:].sum() / unit
+    clock = ""
+    if "step" in row:
+        start, end = row["step"].span(e)
+        since = start - row["step"].begin(e.part())
+        takes = f"{1e3 * (end - start):,.2f}" if e.size else ""
+        clock = f"{1e3 * since:11,.2f}{takes:>11s}"
+    exposed = "  exposed" if is_exposed(e, row) else ""
+    print(f"  {where:20s}{what:16s}{e.unit:16s}{sent:>8s}{clock}{held:14,.2f}{exposed}")
+
+
 def is_exposed(event, row):
-    """Does compute wait for this collective, for longer than a kernel takes?"""
-    return "step" in row and row["step"].waited(event) > KERNEL
+    """Does compute wait while this collective runs, for longer than a kernel takes?"""
+    return "step" in row and row["step"].waited(*row["step"].span(event)) > KERNEL
 
 
 def print_same(places):
     if places:
-        numbers = [place.partition(" block ")[2] for place in places]
-        phase, _, _ = places[0].partition(",")
-        some = f"blocks {numbers[0]} to {numbers[-1]}" if numbers[1:] else f"block {numbers[0]}"
-        print(f"  {phase}, {some}: the same")
+        phase, _, first = places[0].partition(" block ")
+        _, _, last = places[-1].partition(" block ")
+        some = f"blocks {first} to {last}" if last != first else f"block {first}"
+        print(f"  {phase} {some}: the same")
 
 
 def relative(unit, where):
@@ -145,14 +151,15 @@ def draw(rows, machine, unit, name, title, path):
     return figure
 
 
-def last_begins(row):
-    """When the last micro-batch does, in ms: 0 on the x axis."""
-    return 1e3 * row["step"].begin(row["events"][-1].micro_batch)
+def ms(seconds, row):
+    """On the x axis: since the last micro-batch began."""
+    last = row["events"][-1].micro_batch
+    return 1e3 * (seconds - row["step"].begin(last))
 
 
 def moments(rows, row):
     """Where these rows of the timeline are on the x axis."""
-    return 1e3 * row["step"].moments(rows) - last_begins(row)
+    return ms(row["step"].moments(rows), row)
 
 
 def begin_of(phase, row):
@@ -190,7 +197,7 @@ def draw_units(panel, row, names):
     bars = {name: [] for name in names}
     for e in row["events"]:
         start, _ = row["step"].span(e)
-        x = max(0, 1e3 * start - last_begins(row))
+        x = max(0, ms(start, row))
         if e.what == "all_gather":
             gathers[e.unit] = x
         elif e.what == "free":
@@ -207,16 +214,21 @@ def draw_units(panel, row, names):
 
 def draw_streams(panel, row):
     """What computes, and what gathers or reduces, as a profiler would draw it."""
-    for task in row["step"].tasks:
-        start = 1e3 * task.start - last_begins(row)
-        span = (start, 1e3 * (task.end - task.start))
-        if start < 0:
-            continue
-        if task.event:
-            color = COLORS[3] if task.event.what == "all_gather" else COLORS[2]
-            panel.broken_barh([span], (-0.4, 0.8), color=color, lw=0.6)  # a line at least
-        elif task.stream is COMPUTE:
-            panel.broken_barh([span], (0.6, 0.8), color=COLORS[0], lw=0)
+    step = row["step"]
+    works = 0.0  # from then on
+    for wait, until in [*step.waits, (step.compute[-1].end, math.inf)]:
+        end = ms(wait, row)
+        if end >= 0:
+            panel.broken_barh([(works, end - works)], (0.6, 0.8), color=COLORS[0], lw=0)
+            works = ms(until, row)
+    for span in step.collectives:
+        start = ms(span.start, row)
+        takes = 1e3 * (span.end - span.start)
+        color = COLORS[2]
+        if span.op.event.what == "all_gather":
+            color = COLORS[3]
+        if start >= 0:
+            panel.broken_barh([(start, takes)], (-0.4, 0.8), color=color, lw=0.6)  # a line at least
     panel.set_ylim(-0.5, 1.5)
     panel.set_yticks([0, 1], ["communication", "compute"], fontsize=12)
     panel.set_xlabel("ms", fontsize=12)

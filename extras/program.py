@@ -40,6 +40,10 @@ class Event:
     stride: int = 1  # from one of these ranks to the next
     times: int = 1  # in the step: a rehearsed micro-batch may stand for several
 
+    def part(self):
+        """Of the step: the number of a micro-batch, or one more for the update."""
+        return self.micro_batch + (self.where in UPDATE)
+
     def sent(self):
         """Bytes that a rank sends, if it goes round a ring: all of the buffer but a rank's
         share, and in an all-reduce, which reduces and then gathers, twice that."""

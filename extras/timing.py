@@ -13,14 +13,14 @@ reach was fitted. docs/measurements.md compares the results with runs that other
 """
 
 import math
-from collections import defaultdict, deque
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
 
-from extras.program import COMPUTE, UPDATE, Operation, Wait
+from extras.program import COMPUTE, UPDATE, Operation, Record, Wait
 from metrics import PEAK_FLOPS
 
 # ---------- the machine -------------------------------------------------------
@@ -29,13 +29,12 @@ from metrics import PEAK_FLOPS
 # changes by less than a point.
 MEMORY_SHARE = 0.85
 KERNEL = 4e-6  # seconds that a kernel takes at least, with its launch
-# Kernels take so much longer while a collective runs, which needs cores and memory too.
-SLOWER = 1.2
+# Of the time that a collective takes, which needs cores and memory too, compute loses so much.
+TAKEN = 1 / 6
 # NCCL's model of a ring (its tuning.cc): seconds a call, a hop in a node, a hop to another.
 CALL = 8.4e-6
 HOP = 3.4e-6
 HOP_ACROSS = 14e-6
-NETWORK_SHARE = 0.9  # of a line's rate
 PCIE = 25e9  # bytes/s of a copy from or to pinned memory: PCIe 4.0 x16 has 32; untested
 HOST = 25e9  # bytes/s of host memory, for each of the ranks that share it; untested
 
@@ -153,51 +152,45 @@ def this_gpu():
 # ---------- prices, in seconds ------------------------------------------------
 
 
-def seconds(op, cluster):
+def price(op, cluster):
     """Of an Operation."""
     if op.event:
-        event = op.event
-        return price_collective(
-            cluster, event.what, op.size, event.ranks, event.stride, op.calls)
-    return price(
-        cluster.gpu, op.name, op.moved(), op.flops, op.width, op.head, op.length,
-        cluster.attention)
-
-
-def price(gpu, name, moved, flops=0.0, width=2, head=0, length=0, attention="flash2"):
-    """Of an operation that reads and writes `moved` bytes and is no collective. The other
-    arguments are an Operation's."""
-    if name == "copy":
-        return moved / 2 / PCIE
-    if name == "update on the host":
+        return price_collective(op, cluster)
+    gpu = cluster.gpu
+    moved = op.moved()
+    if op.name == "copy":
+        return moved / 2 / PCIE  # it reads here and writes there
+    if op.name == "update on the host":
         return moved / HOST
-    if head:
-        large, small = gpu.attention[attention]
-        rate = large if head > 64 else small
-        return flops / rate * (1 + 600 / length) * (width / 2)
+    # fp32 is TF32, at half the rate; float8 has twice the rate.
+    flops = op.flops * op.width / 2
+    if op.head:
+        large, small = gpu.attention[cluster.attention]
+        rate = large if op.head > 64 else small
+        return flops / rate * (1 + 600 / op.length)
     in_memory = moved / (gpu.memory * MEMORY_SHARE)
     if flops:
-        # fp32 is TF32, at half the rate; float8 has twice the rate. The sum of both times was
-        # closer to published runs than the larger.
-        return flops / (gpu.peak * gpu.products) * (width / 2) + in_memory
+        # The sum of both times was closer to published runs than the larger.
+        return flops / (gpu.peak * gpu.products) + in_memory
     return max(KERNEL, in_memory)
 
 
-def price_collective(cluster, what, size, ranks, stride=1, calls=1.0):
-    """Of a collective of `size` bytes in all, in a group whose ranks are `stride` apart."""
-    if ranks == 1:
+def price_collective(op, cluster):
+    event = op.event
+    if event.ranks == 1:
         return 0.0
-    in_node = min(ranks, max(1, cluster.gpus_per_node // stride))
-    nodes = math.ceil(ranks / in_node)
-    rounds = 2 if what == "all_reduce" else 1  # it reduces, and then gathers
+    in_node = min(event.ranks, max(1, cluster.gpus_per_node // event.stride))
+    nodes = math.ceil(event.ranks / in_node)
+    rounds = 2 if event.what == "all_reduce" else 1  # it reduces, and then gathers
+    hops = rounds * (event.ranks - 1)
     across = rounds * (nodes - 1)
-    latency = CALL + across * HOP_ACROSS + (rounds * (ranks - 1) - across) * HOP
+    latency = CALL + across * HOP_ACROSS + (hops - across) * HOP
     rate = cluster.gpu.nvlink
     if nodes > 1:
         # A ring leaves a node by the lines of all its GPUs there.
-        rate = min(rate, in_node * cluster.network * NETWORK_SHARE)
-    sent = rounds * size * (ranks - 1) / ranks
-    return calls * latency + sent / rate
+        rate = min(rate, in_node * cluster.network)
+    sent = hops * op.size / event.ranks
+    return op.calls * latency + sent / rate
 
 
 # ---------- compiled: neighbours become one kernel ----------------------------
@@ -212,27 +205,23 @@ def fuse(program):
             last_read.update((storage, i) for storage, _ in op.reads)
 
     fused = []
-    group = []
-    for i, op in enumerate(program):
-        together = can_fuse(op)
-        if group and not (together and group[-1].where == op.where):
-            fused.append(one_kernel(group, last_read, end=i))
-            group = []
-        if together:
-            group.append(op)
+    for where, group in groupby(enumerate(program), lambda pair: fuses(pair[1])):
+        numbers, ops = zip(*group)
+        if where:
+            fused.append(one_kernel(ops, last_read, end=numbers[-1]))
         else:
-            fused.append(op)
-    if group:
-        fused.append(one_kernel(group, last_read, end=len(program)))
+            fused += ops
     return fused
 
 
-def can_fuse(op):
-    """The model's own operations; not what FSDP2 does, nor the optimizer."""
+def fuses(op):
+    """Where it does, if it is one of the model's own operations; not what FSDP2 does, nor the
+    optimizer."""
     if not isinstance(op, Operation) or op.flops or op.event:
-        return False
+        return None
     in_model = op.where.startswith(("forward", "backward"))
-    return in_model and op.stream is COMPUTE and op.name.startswith("aten.")
+    mine = in_model and op.stream is COMPUTE and op.name.startswith("aten.")
+    return op.where if mine else None
 
 
 def one_kernel(group, last_read, end):
@@ -244,7 +233,7 @@ def one_kernel(group, last_read, end):
                 reads[storage] = max(size, reads.get(storage, 0))
         for storage, size in op.writes:
             writes[storage] = max(size, writes.get(storage, 0))
-    kept = [(storage, size) for storage, size in writes.items() if last_read.get(storage, 0) >= end]
+    kept = [(storage, size) for storage, size in writes.items() if last_read.get(storage, 0) > end]
     return replace(group[-1], name="fused", reads=list(reads.items()), writes=kept)
 
 
@@ -252,142 +241,96 @@ def one_kernel(group, last_read, end):
 
 
 @dataclass(eq=False)
-class Task:
-    """What a stream does without waiting for another one."""
-    stream: object
-    part: int  # as an Operation's
-    after: list  # tasks that must have ended before
-    event: object = None  # if it is a collective
-    prices: list = field(default_factory=list)  # [(row of the timeline, seconds)]
-    start: float = None
-    end: float = None
-
-    def seconds(self):
-        return sum(seconds for _, seconds in self.prices)
-
-
-def tasks_of(program, cluster):
-    """[Task], in the order in which the host asks for them."""
-    tasks = []
-    last = defaultdict(list)  # of a stream, or of a group of ranks: its last task
-    waits = defaultdict(list)  # of a stream: tasks that its next one comes after
-    reached = defaultdict(list)  # of an event: tasks that it comes after
-    growing = {}  # of a stream: the task that takes its next operation
-    for op in program:
-        if isinstance(op, Operation):
-            task = growing.get(op.stream)
-            if not task or op.event or task.part != op.part():
-                task = Task(op.stream, op.part(), waits.pop(op.stream, []), op.event)
-                tasks.append(task)
-                last[op.stream] = [task]
-                growing[op.stream] = task
-            if op.event:
-                # The collectives of a group queue, on whatever stream.
-                group = op.event.ranks, op.event.stride
-                task.after += last[group]
-                last[group] = [task]
-                del growing[op.stream]
-            task.prices.append((op.row, seconds(op, cluster)))
-            continue
-        if isinstance(op, Wait):
-            waits[op.stream] += reached[op.event]
-        else:
-            reached[op.event] = waits[op.stream] + last[op.stream]
-        growing.pop(op.stream, None)
-    return tasks
-
-
-def simulate(tasks):
-    """Set every task's start and end: the first of each stream runs when what it waits for has
-    ended."""
-    queues = defaultdict(deque)
-    for task in tasks:
-        queues[task.stream].append(task)
-    left = {task: task.seconds() for task in tasks}
-    now = 0.0
-    ended = set()
-    while any(queues.values()):
-        heads = [queue[0] for queue in queues.values() if queue]
-        running = [task for task in heads if ended.issuperset(task.after)]
-        slower = SLOWER if any(task.event for task in running) else 1.0
-        pace = {task: 1.0 if task.event else slower for task in running}
-        passed = min(left[task] * pace[task] for task in running)
-        for task in running:
-            if task.start is None:
-                task.start = now
-            left[task] -= passed / pace[task]
-            if left[task] <= 1e-12:
-                task.end = now + passed
-                ended.add(task)
-                queues[task.stream].popleft()
-        now += passed
+class Span:
+    op: Operation
+    start: float
+    end: float
 
 
 def run(program, cluster, micro_batches):
-    """A Step of so many micro-batches."""
+    """A Step of so many micro-batches. An operation begins when its stream has done what it was
+    asked for before, and what it was told to wait for has ended."""
     if cluster.compiled:
         program = fuse(program)
-    tasks = tasks_of(program, cluster)
-    simulate(tasks)
-    return Step(tasks, micro_batches)
+    now = defaultdict(float)  # of a stream, or of a group of ranks: how far it is
+    reached = {}  # of an event: when it is
+    spans = []
+    waits = []  # [(from, to)] in which compute waits for communication
+    lost = 0.0  # seconds that collectives have taken from compute, and it has not waited anyway
+    for op in program:
+        start = now[op.stream]
+        if isinstance(op, Record):
+            reached[op.event] = start
+            continue
+        if isinstance(op, Wait):
+            end = max(start, reached.get(op.event, 0.0))
+        elif op.event:
+            # The collectives of a group queue, on whatever stream.
+            group = op.event.ranks, op.event.stride
+            begin = max(start, now[group])
+            end = begin + price(op, cluster)
+            now[group] = end
+            lost += TAKEN * (end - begin)
+            spans.append(Span(op, begin, end))
+        else:
+            end = start + price(op, cluster)
+            if op.stream is COMPUTE:
+                end += lost
+                lost = 0.0
+            spans.append(Span(op, start, end))
+        now[op.stream] = end
+
+        is_wait = isinstance(op, Wait) or op.event
+        if op.stream is COMPUTE and is_wait and end > start:
+            waits.append((start, end))
+            lost = max(0.0, lost - (end - start))
+    return Step(spans, waits, micro_batches)
 
 
 class Step:
-    """seconds; exposed: the share of them in which compute waits for communication. tasks: of the
-    one to three micro-batches that were rehearsed, and of the update."""
+    """seconds; exposed: the share of them in which compute waits for communication. spans, waits:
+    of the one to three micro-batches that were rehearsed, and of the update."""
 
-    def __init__(self, tasks, micro_batches):
-        self.tasks = tasks
-        self.compute = [t for t in tasks if t.stream is COMPUTE and not t.event]
-        self.waits = []  # [(from, to)] in which compute waits
-        now = 0.0
-        for task in self.compute:
-            if task.start > now:
-                self.waits.append((now, task.start))
-            now = task.end
+    def __init__(self, spans, waits, micro_batches):
+        self.waits = waits
+        self.collectives = [span for span in spans if span.op.event]
+        self.compute = [span for span in spans if span.op.stream is COMPUTE]
+        self.clock = [0], [0.0]  # rows of the timeline, and when compute comes there
+        self.ends = {0: 0.0}  # of each micro-batch, and of the update
+        for span in self.compute:
+            self.clock[0].append(span.op.row)
+            self.clock[1].append(span.end)
+            self.ends[span.op.part()] = span.end
 
         # The last but one stands for those that were left out, or are too many.
-        rehearsed = tasks[-1].part - 1
+        last = self.compute[-1]
+        rehearsed = last.op.part() - 1
         more = micro_batches - rehearsed
         begin = self.begin(max(1, rehearsed - 1))
         end = self.begin(max(2, rehearsed))
-        self.seconds = now + more * (end - begin)
-        waited = sum(b - a for a, b in self.waits)
-        waited += more * sum(b - a for a, b in self.waits if begin <= a < end)
+        self.seconds = last.end + more * (end - begin)
+        waited = self.waited(0.0, last.end) + more * self.waited(begin, end)
         self.exposed = waited / self.seconds
 
     def begin(self, part):
         """When a micro-batch begins, or the update."""
-        return max((task.end for task in self.compute if task.part < part), default=0.0)
+        return self.ends[part - 1]
 
-    @cached_property
-    def clock(self):
-        """[(row of the timeline, when compute comes there)]."""
-        ticks = [(0, 0.0)]
-        for task in self.compute:
-            now = task.start
-            pace = (task.end - task.start) / max(task.seconds(), 1e-12)
-            for row, seconds in task.prices:
-                now += pace * seconds
-                ticks.append((row, now))
-        return ticks
+    def waited(self, start, end):
+        """Seconds from start to end in which compute waits."""
+        return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.waits)
 
     def moments(self, rows):
         """When compute comes to these rows of the timeline."""
-        return np.interp(rows, *zip(*self.clock))
+        return np.interp(rows, *self.clock)
 
     def span(self, event):
         """(start, end) of a collective, (now, now) of another event."""
-        tasks = [task for task in self.tasks if task.event is event]
-        if tasks:
-            return tasks[0].start, tasks[-1].end
+        found = [span for span in self.collectives if span.op.event is event]
+        if found:
+            return found[0].start, found[-1].end
         now = self.moments(event.row)
         return now, now
-
-    def waited(self, event):
-        """Seconds in which compute waits while a collective runs."""
-        start, end = self.span(event)
-        return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.waits)
 
 
 # ---------- the same on other machines ----------------------------------------
