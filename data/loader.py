@@ -15,6 +15,7 @@ A split is a file or shards; files.py has their layout.
 import json
 import os
 import pickle
+import time
 from bisect import bisect_right
 from pathlib import Path
 
@@ -32,12 +33,20 @@ class Batches:
     def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
+        self.seconds = 0  # that training has waited for its batches
         self.files = {}
         directory = data_dir(cfg.dataset)
         for split in ("train", "val"):
             self.files[split] = TokenFiles(directory, split, cfg.block_size, cfg.vocab_size)
 
     def train(self, step, micro):
+        """read(step, micro), and the time that it takes is added to self.seconds."""
+        start = time.perf_counter()
+        batch = self.read(step, micro)
+        self.seconds += time.perf_counter() - start
+        return batch
+
+    def read(self, step, micro):
         """Inputs and targets of one micro-batch: (batch_size, block_size) each, int64."""
         cfg = self.cfg
         world = self.world
