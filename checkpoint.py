@@ -2,8 +2,10 @@
 Checkpoints: what a run leaves on disk, and how another run picks it up.
 
     out_dir/ckpt.pt     full, in nanoGPT's layout, for nanoGPT too
-    out_dir/last.pt     the same, after a stop signal, where ckpt.pt holds the best
+    out_dir/last.pt     the newest, where ckpt.pt is the best (always_save_checkpoint=False)
     out_dir/step-<n>/   sharded: every rank has written its rows
+    out_dir/best        a link to the best of these, with always_save_checkpoint=False
+    out_dir/step-<n>.pt a full one that stays, by keep_every
 
     python checkpoint.py full out-x    # out-x's newest checkpoint, sharded, as out-x/ckpt.pt
 
@@ -27,7 +29,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -320,6 +322,7 @@ def weights_of(source):
 
 def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all ranks).
+    out_dir may also be a checkpoint itself, and then it is that one.
     A damaged one is named and passed over; SystemExit if all of them are damaged."""
     sources, problems = from_rank0(world, lambda: open_all(out_dir))
     while sources and not intact(sources[0], world):
@@ -339,12 +342,13 @@ def open_all(out_dir):
     that cannot be opened])."""
     sources = []
     problems = []
-    for name in ("ckpt.pt", "last.pt", *complete_steps(out_dir)):
-        path = os.path.join(out_dir, name)
-        if not os.path.exists(path):
+    names = ("ckpt.pt", "last.pt", *complete_steps(out_dir))
+    for path in (out_dir, *(os.path.join(out_dir, name) for name in names)):
+        is_full = path.endswith(".pt") and os.path.isfile(path)
+        if not is_full and not os.path.exists(os.path.join(path, HEADER)):
             continue
         try:
-            sources.append(open_full(path) if name.endswith(".pt") else open_sharded(path))
+            sources.append(open_full(path) if is_full else open_sharded(path))
         except Exception as e:  # a damaged zip or pickle raises almost anything
             problems.append(f"{path}: not readable ({type(e).__name__}: {first_line(e)})")
     sources.sort(key=lambda source: source.header["iter_num"], reverse=True)
@@ -361,6 +365,11 @@ def complete_steps(out_dir):
 
 def is_step(name):
     return re.fullmatch(r"step-\d{9}", name)
+
+
+def is_milestone(step, cfg):
+    """Does this step's checkpoint stay for ever?"""
+    return cfg.keep_every > 0 and step % cfg.keep_every == 0
 
 
 def intact(source, world):
@@ -390,9 +399,11 @@ class Saver:
         self.eval_only = eval_only
         self.run_id = None
         self.lock_file = None
-        self.background = ThreadPoolExecutor(1)
+        self.background = futures.ThreadPoolExecutor(1)
         self.saving = None  # the future of a save, until `look` has seen its end
         self.failed = False  # the last save that has ended
+        self.best = None  # name of the sharded one that is the best
+        self.report = lambda step, seconds, stood: None  # called when a save has ended well
         self.group = None
         if dist.is_initialized():
             # Its collectives must not mix with training's, and wait for the slowest disk.
@@ -434,6 +445,7 @@ class Saver:
         # Hugging Face's files that an export needs.
         self.kept = source.header.get("kept") if source else None
         self.base = source.header.get("base") if source else None
+        self.best = source.header.get("best") if resumed else None
 
     def new_run(self, source, resumed):
         run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
@@ -444,18 +456,28 @@ class Saver:
                 return source.header.get("run") or run_id  # nanoGPT's have none
             names = os.listdir(self.out_dir)
             of_a_run = {"ckpt.pt", "last.pt", "metrics.jsonl"}
-            if of_a_run.intersection(names) or any(map(is_step, names)):
+            steps = [name for name in names if is_step(name.removesuffix(".pt"))]
+            if steps or of_a_run.intersection(names):
                 aside = f"{self.out_dir}.{run_id}"
                 os.rename(self.out_dir, aside)
                 os.makedirs(self.out_dir)
                 print(f"{self.out_dir} had an earlier run; moved it to {aside}", flush=True)
         return run_id
 
-    def save(self, model, optimizer, scaler, step, best_val_loss, name="ckpt.pt"):
-        """Write out_dir/<name>; or out_dir/step-<n> in the background, as soon as the rows are
-        copied. If that fails, `look` says so."""
+    def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
+        """Write a full one; or out_dir/step-<n> in the background, as soon as the rows are
+        copied. If that fails, `look` says so. improved: this one is the best so far."""
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
         self.look(wait=True)  # for the one before, which NaN in this one would cut off
+        start = time.perf_counter()
+        path = os.path.join(self.out_dir, f"step-{step:09d}")
+        full_name = "ckpt.pt"
+        best = self.best
+        if not self.cfg.always_save_checkpoint:
+            if improved:
+                best = os.path.basename(path)
+            else:
+                full_name = "last.pt"  # ckpt.pt is the best one's name
         tensors = flat_state(model, optimizer)
         require_finite_state(tensors, self.world, step)
         names = {p: name for name, p in model.named_parameters()}
@@ -473,29 +495,40 @@ class Saver:
             best_val_loss=best_val_loss,
             kept=self.kept,
             base=self.base,
+            best=best,
         )
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}
-            path = os.path.join(self.out_dir, name)
-            self.saving = self.background.submit(
-                from_rank0,
-                self.world,
-                lambda: write_ckpt_pt(path, flat, header),
-                self.group,
-            )
-            self.look(wait=True)  # before training goes on: `flat` is a lot of memory
-            return
-        path = os.path.join(self.out_dir, f"step-{step:09d}")
-        # What a killed run has left there.
-        from_rank0(self.world, lambda: remove_sharded(path))
-        # Copied to the host here, not in the background: a new thread's device is GPU 0.
-        # (dcp.async_save copies twice, and takes three times as long for that.)
-        rows = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
-        self.saving = self.background.submit(self.write_sharded, path, header, rows)
+            self.saving = self.background.submit(self.write_full, path, full_name, flat, header)
+            # Wait, before training goes on: `flat` is a lot of memory.
+            futures.wait([self.saving])
+        else:
+            # What a killed run has left there.
+            from_rank0(self.world, lambda: remove_sharded(path))
+            # Copied to the host here, not in the background: a new thread's device is GPU 0.
+            # (dcp.async_save copies twice, and takes three times as long for that.)
+            rows = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
+            self.saving = self.background.submit(self.write_sharded, path, header, rows)
+        self.saved = step, start, time.perf_counter()
+        self.look()
+
+    def write_full(self, path, name, flat, header):
+        """In the background, rank 0 alone: write out_dir/<name>; a milestone under the name
+        path.pt too, which no later one takes. Returns when that had ended."""
+        def write():
+            full = os.path.join(self.out_dir, name)
+            if not is_milestone(header["iter_num"], self.cfg):
+                write_ckpt_pt(full, flat, header)
+                return
+            write_ckpt_pt(path + ".pt", flat, header)
+            replace_link(os.link, path + ".pt", full)
+
+        from_rank0(self.world, write, self.group)
+        return time.perf_counter()
 
     def write_sharded(self, path, header, rows):
         """In the background: all ranks write, then rank 0 completes it. What goes wrong on one
-        rank, all of them raise."""
+        rank, all of them raise. Returns when it had ended."""
         # copy_ahead is for tensors that are still on a GPU.
         writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
         own = {}  # checksums of the files that this rank has written
@@ -516,6 +549,7 @@ class Saver:
             gathered = [None] * self.world.size if self.world.rank == 0 else None
             dist.gather_object((own, error), gathered, group=self.group)
         from_rank0(self.world, lambda: self.complete(path, header, gathered), self.group)
+        return time.perf_counter()
 
     def complete(self, path, header, gathered):
         """On rank 0: add the header, and remove older checkpoints.
@@ -538,9 +572,14 @@ class Saver:
         # higher number are damaged, or this run would have started from them: leave them.
         this = os.path.basename(path)
         complete = [name for name in complete_steps(self.out_dir) if name <= this]
-        newest = complete[-self.cfg.keep_checkpoints:]
+        stay = complete[-self.cfg.keep_checkpoints:]
+        stay += [name for name in complete if is_milestone(int(name[5:]), self.cfg)]
+        self.best = header["best"]
+        if self.best in complete:
+            stay.append(self.best)
+            replace_link(os.symlink, self.best, os.path.join(self.out_dir, "best"))
         for name in filter(is_step, os.listdir(self.out_dir)):
-            if name < this and name not in newest:
+            if name < this and name not in stay:
                 remove_sharded(os.path.join(self.out_dir, name))
 
     def look(self, wait=False):
@@ -552,10 +591,13 @@ class Saver:
         self.saving = None
         self.failed = True
         try:
-            saving.result()
-            self.failed = False
+            end = saving.result()
         except CannotWrite as e:
             print0(self.world, e, file=sys.stderr)
+            return
+        self.failed = False
+        step, start, went_on = self.saved
+        self.report(step, end - start, went_on - start)
 
     def finish(self):
         """Wait for the save in the background. SystemExit if the run's last save failed."""
@@ -592,6 +634,16 @@ def write_atomically(path, write):
         finally:
             if os.path.exists(tmp):
                 os.remove(tmp)
+
+
+def replace_link(make, target, path):
+    """Let path be a link to target. make: os.link or os.symlink."""
+    tmp = path + ".tmp"
+    with writing(path):
+        with suppress(FileNotFoundError):
+            os.remove(tmp)
+        make(target, tmp)
+        os.replace(tmp, path)
 
 
 class CannotWrite(SystemExit):

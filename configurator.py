@@ -71,8 +71,11 @@ class Config:
     #   of its context it takes block_size at most
     checkpoint: Literal["full", "sharded"] = "full"  # full: one portable ckpt.pt.
     #   sharded: a directory, written in the background, for models too large for one host
+    save_interval: Whole = 0  # steps between checkpoints; 0: one at each evaluation
     keep_checkpoints: Positive = 2  # how many sharded ones to keep
-    always_save_checkpoint: bool = True  # False: only when the validation loss improves
+    keep_every: Whole = 0  # N: at every N steps write one that is never removed
+    always_save_checkpoint: bool = True  # False: evaluations write one only if the validation
+    #   loss has improved, and that one keeps the name ckpt.pt, or best
     # --- evaluating and watching
     eval_interval: Positive = 2000  # steps between evaluations; each may write a checkpoint
     eval_iters: Positive = 200  # reads eval_iters * batch_size fixed windows of each split

@@ -4,7 +4,7 @@ wandb and TensorBoard if you ask for them.
 
     log = Log(cfg, world, saver.out_dir, saver.run_id, step)    # no run_id: only print
     log.count_flops(model)                   # a model on the meta device
-    log.step(step, loss, norm, lr, scale)    # every log_interval steps
+    log.step(step, loss, norm, lr, scale, s)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
@@ -51,6 +51,9 @@ PEAK_FLOPS = {
 }
 
 
+NO_SAVE = {"save_s": None, "save_stood_s": None}
+
+
 def peak_flops(device):
     """Peak bf16 FLOP/s; None if unknown. It compares whole names, since L40 contains L4."""
     if device.type != "cuda":
@@ -81,6 +84,16 @@ def peak_memory(device):
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def allocator(device):
+    """Of CUDA's caching allocator: {the peak of what it has reserved, in bytes; how often it
+    found no room, and freed its cache to try again}; elsewhere None of each."""
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return {
+        "peak_reserved": stats.get("reserved_bytes.all.peak"),
+        "alloc_retries": stats.get("num_alloc_retries"),
+    }
 
 
 def require_packages(cfg):
@@ -134,6 +147,8 @@ class Log:
         self.world = world
         self.run_id = run_id
         self.next_step = step
+        self.data_seconds = 0
+        self.save = NO_SAVE
         self.started = self.since = time.time()
         self.tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
         self.peak_flops = peak_flops(world.device)
@@ -173,14 +188,24 @@ class Log:
         yield
         self.since += time.time() - start
 
-    def step(self, step, loss, norm, lr, scale):
-        """Log this step's numbers, and the time of a step since the last call."""
+    def step(self, step, loss, norm, lr, scale, data_seconds):
+        """Log this step's numbers, and the time of a step since the last call.
+        data_seconds: for which all steps until now have waited for their batches."""
         now = time.time()
-        seconds = (now - self.since) / (step + 1 - self.next_step)
+        steps = step + 1 - self.next_step
+        seconds = (now - self.since) / steps
+        data_ms = (data_seconds - self.data_seconds) / steps * 1000
+        self.data_seconds = data_seconds
         self.since = now
         self.next_step = step + 1
         tokens_per_s = self.tokens / seconds
         memory = peak_memory(self.world.device)
+        cache = allocator(self.world.device)
+        reserved = ""
+        if cache["peak_reserved"] is not None:
+            reserved = (
+                f" ({cache['peak_reserved'] / 2**30:.2f}GiB reserved, "
+                f"{cache['alloc_retries']} retries)")
         minutes_left = seconds * (self.max_iters - step - 1) / 60
         mfu = None
         if self.flops:
@@ -189,19 +214,24 @@ class Log:
             self.world,
             f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
             f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {tokens_per_s:,.0f} tok/s, "
-            f"norm {norm:.2f}, mem {memory / 2**30:.2f}GiB, {minutes_left:.1f}m left")
+            f"norm {norm:.2f}, data {data_ms:.2f}ms, mem {memory / 2**30:.2f}GiB{reserved}, "
+            f"{minutes_left:.1f}m left")
         self.write(dict(
             iter=step,
             loss=loss,
             grad_norm=norm,
             lr=lr,
             time_ms=seconds * 1000,
+            data_ms=data_ms,
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             loss_scale=scale,
             peak_memory=memory,
+            **cache,
             wall_s=now - self.started,
+            **self.save,
         ))
+        self.save = NO_SAVE
 
     def evaluation(self, step, losses):
         """losses: as train.evaluate returns them."""
@@ -216,6 +246,13 @@ class Log:
         row["val_perplexity"] = math.exp(min(val, 700))  # exp overflows from 710 on
         print0(self.world, line)
         self.write(row)
+
+    def saved(self, step, seconds, stood):
+        """A save has ended. stood: the seconds of it in which no step ran. The next step's row
+        has them: one of its own would come late, as the save ran in the background."""
+        print0(self.world, f"saved step {step} in {seconds:.2f}s, of which training stood still "
+                           f"for {stood:.2f}s")
+        self.save = dict(save_s=seconds, save_stood_s=stood)
 
     def write(self, row):
         if self.file:

@@ -345,6 +345,16 @@ def require_finite(value, what, step, cfg, saver):
             f"checkpoint in {cfg.out_dir} is untouched")
 
 
+def save_is_due(step, cfg, evaluated, improved):
+    """By the clock of save_interval, else at evaluations; and whenever one has to stay."""
+    if cfg.save_interval:
+        due = step % cfg.save_interval == 0 or step >= cfg.max_iters
+    else:
+        due = evaluated and cfg.always_save_checkpoint
+    is_best = improved and not cfg.always_save_checkpoint
+    return due or is_best or checkpoint.is_milestone(step, cfg)
+
+
 # ---------- the run -----------------------------------------------------------
 
 
@@ -373,6 +383,7 @@ def train(cfg):
     del source  # unmap the file: it may be replaced, and would keep its disk space
     log = Log(cfg, world, saver.out_dir, saver.run_id, first_step)
     log.count_flops(meta_model(cfg))
+    saver.report = log.saved
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -384,24 +395,27 @@ def train(cfg):
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
-                # With always_save_checkpoint=False ckpt.pt is the best one's name.
-                name = "ckpt.pt" if cfg.always_save_checkpoint else "last.pt"
-                saver.save(model, optimizer, scaler, step, best_val_loss, name)
+                saver.save(model, optimizer, scaler, step, best_val_loss)
             print0(world, f"stopped by a signal after step {step}; continue with the same "
                           "command and --init_from=auto")
             break
 
-        # Due? Evaluate, and save.
+        # Due? Evaluate.
         done = cfg.eval_only or step >= cfg.max_iters
-        if done or step % cfg.eval_interval == 0:
+        evaluated = done or step % cfg.eval_interval == 0
+        improved = False
+        if evaluated:
             with log.paused():
                 losses = evaluate(wrapped, batches, cfg, world)
                 require_finite(losses["val"], "validation loss", step, cfg, saver)
                 log.evaluation(step, losses)
                 improved = losses["val"] < best_val_loss
                 best_val_loss = min(best_val_loss, losses["val"])
-                if step > first_step and (improved or cfg.always_save_checkpoint):
-                    saver.save(model, optimizer, scaler, step, best_val_loss)
+
+        # Due? Save.
+        if step > first_step and save_is_due(step, cfg, evaluated, improved):
+            with log.paused():
+                saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 
         # Done? Leave.
         if done:
@@ -423,7 +437,8 @@ def train(cfg):
                 print0(world, f"iter {step}: gradients overflowed in float16, "
                               f"steps skipped: {overflows:.0f}, loss scale now {scale:g}")
                 overflows.zero_()
-            log.step(step, lossf, norm.item(), optimizer.param_groups[0]["lr"], scale)
+            lr = optimizer.param_groups[0]["lr"]
+            log.step(step, lossf, norm.item(), lr, scale, batches.seconds)
         step += 1
 
     # --- leave ---

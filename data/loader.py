@@ -19,6 +19,7 @@ The key `dataset` may name several sets: mixture.py.
 import json
 import os
 import pickle
+import time
 from bisect import bisect_right
 from pathlib import Path
 
@@ -53,8 +54,16 @@ class Batches:
                         "with more text or another block_size")
                 of_split[name] = files
         self.counted = None, 0  # a step, and its mean_targets
+        self.seconds = 0  # that training has waited for its batches
 
     def train(self, step, micro):
+        """read(step, micro), and the time that it takes is added to self.seconds."""
+        start = time.perf_counter()
+        batch = self.read(step, micro)
+        self.seconds += time.perf_counter() - start
+        return batch
+
+    def read(self, step, micro):
         """(inputs, targets, weight) of one micro-batch: (batch_size, block_size) each, int64.
 
         weight: how many of its targets count, in proportion to the mean micro-batch of this

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -66,8 +67,8 @@ def locked(out):
     return saver
 
 
-def save(saver, run, step, name="ckpt.pt"):
-    saver.save(run.model, run.optimizer, NO_SCALER, step, 2.5, name)
+def save(saver, run, step, improved=False):
+    saver.save(run.model, run.optimizer, NO_SCALER, step, 2.5, improved)
 
 
 def found(out):
@@ -293,10 +294,10 @@ def case_both_kinds(tmp, out, freeze):
     """The same state, saved full and sharded; how often loading each waits for a slow disk."""
     run = built(tmp, strategy="full_shard", freeze=freeze)
     steps(run)
-    saver = claimed(run, out)
-    save(saver, run, 1, "direct.pt")
-    full = checkpoint.open_full(f"{out}/direct.pt")
-    saver.cfg = replace(run.cfg, checkpoint="sharded")
+    saver = claimed(run, f"{out}/direct")
+    save(saver, run, 1)
+    full = checkpoint.find(f"{out}/direct", run.world)
+    saver.out_dir, saver.cfg = out, replace(run.cfg, checkpoint="sharded")
     save(saver, run, 1)
     saver.finish()
     waits = []
@@ -317,7 +318,7 @@ def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path):
         for waits, tensors in values(results, name):
             assert waits == [tensors - 1, 1]  # the tied head comes with the embedding
         assert "step-000000001" in make_full(tmp_path / name)
-        ours, direct = read_ckpt(tmp_path / name), read_ckpt(tmp_path / name, "direct.pt")
+        ours, direct = read_ckpt(tmp_path / name), read_ckpt(tmp_path / name / "direct")
         assert ours["config"].pop("checkpoint") == "sharded"
         assert direct["config"].pop("checkpoint") == "full"
         for group in direct["optimizer"]["param_groups"]:
@@ -496,14 +497,61 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
     assert os.listdir(other) == os.listdir(mine) == ["header.json"]
 
 
-@pytest.mark.parametrize("keep, kept", [(1, [3, 9]), (2, [2, 3, 9])])
-def test_checkpoint_keeps_as_many_as_it_is_told(sharded, keep, kept):
-    """Those that are damaged and have a higher number do not count."""
+@pytest.mark.parametrize("keep, every, kept", [
+    (1, 0, [3, 9]), (2, 0, [2, 3, 9]), (1, 2, [2, 3, 9])])
+def test_checkpoint_keeps_as_many_as_it_is_told(sharded, keep, every, kept):
+    """Those that are damaged and have a higher number do not count; milestones stay."""
     saver, run, out = sharded
-    saver.cfg = replace(run.cfg, keep_checkpoints=keep)
+    saver.cfg = replace(run.cfg, keep_checkpoints=keep, keep_every=every)
     for step in (9, 1, 2, 3):
         complete(saver, run, step)
     assert checkpoint.complete_steps(out) == [f"step-{step:09d}" for step in kept]
+
+
+def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
+    """Also in a run that has resumed; and if the save of a better one failed."""
+    saver, run, out = sharded
+    saver.cfg = replace(run.cfg, keep_checkpoints=1, always_save_checkpoint=False)
+    for step, improved, error in ((1, True, None), (2, True, DISK_FULL), (3, False, None)):
+        saver.written.put(error)
+        save(saver, run, step, improved)
+        saver.look(wait=True)
+    header = checkpoint.read_header(out / "step-000000003")
+    saver.claim(saver.cfg, SimpleNamespace(header=header), resumed=True)
+    complete(saver, run, 4)
+    assert os.readlink(out / "best") == "step-000000001"
+    assert checkpoint.complete_steps(out) == ["step-000000001", "step-000000004"]
+    saver.written.put(None)
+    save(saver, run, 5, True)
+    saver.finish()
+    assert os.readlink(out / "best") == "step-000000005"
+    assert checkpoint.complete_steps(out) == ["step-000000005"]
+
+
+def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
+    """Of full ones step-<n>.pt stays, and is ckpt.pt or last.pt until the next: the same file.
+    The best is ckpt.pt, which another learning rate no longer reaches. From a milestone a run
+    goes on bit for bit, and another one begins."""
+    out, run = str(tmp_path / "out"), dict(eval_interval=2, save_interval=3, keep_every=4)
+    run_training(tmp, out, max_iters=9, **run)
+    names = ["ckpt.pt", "metrics.jsonl", "step-000000004.pt", "step-000000008.pt"]
+    assert sorted(os.listdir(out)) == names and read_ckpt(out)["iter_num"] == 9
+    saves = [row["iter"] for row in read_metrics(out) if row.get("save_s") is not None]
+    assert saves == [3, 4, 6, 8]  # the steps after them; the last one has none
+    whole = losses(out)
+
+    again = str(tmp_path / "again")
+    os.mkdir(again)
+    shutil.copy(f"{out}/step-000000004.pt", f"{again}/ckpt.pt")
+    run.update(init_from="resume", always_save_checkpoint=False)
+    run_training(tmp, again, max_iters=8, **run)
+    assert losses(again) == whole[4:8]
+    assert os.path.samefile(f"{again}/ckpt.pt", f"{again}/step-000000008.pt")
+    run.update(learning_rate=1.0, min_lr=1.0)  # it gets worse
+    run_training(tmp, again, max_iters=13, **run)
+    assert read_ckpt(again)["iter_num"] == 8 and read_ckpt(again, "last.pt")["iter_num"] == 13
+    assert read_ckpt(again, "step-000000012.pt")["iter_num"] == 12
+    assert found(f"{out}/step-000000008.pt").header["iter_num"] == 8
 
 
 def test_checkpoint_old_ones_stay_until_the_new_one_is_complete(sharded, monkeypatch):
@@ -678,6 +726,7 @@ def test_run_a_new_one_moves_the_old_aside(tmp):
 
 @pytest.mark.parametrize("file, moved", [
     ("ckpt.pt", True), ("last.pt", True), ("metrics.jsonl", True), ("step-000000001/x", True),
+    ("step-000000001.pt", True),
     ("ckpt.pt.bak", False), ("step-of-mine", False)])
 def test_run_moves_what_any_file_of_a_run_shows(tmp_path, file, moved):
     """Where a link leads: out_dir may be one to a faster disk. It has the lock as before."""

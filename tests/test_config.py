@@ -82,10 +82,11 @@ def text_of(*patterns):
 
 # The keys with which a run has the same numbers. (Strategies, types and devices round otherwise.)
 NO_NUMBERS = set("""
-    out_dir init_from checkpoint keep_checkpoints always_save_checkpoint eval_interval eval_iters
-    eval_only log_interval wandb_log wandb_project wandb_run_name tensorboard max_iters device dtype
-    frozen_dtype compile backend strategy shard_group_size reduce_dtype wrap_min_params cpu_offload
-    activation_checkpointing activation_offload loss_chunks prefetch_blocks grad_sync""".split())
+    out_dir init_from checkpoint save_interval keep_checkpoints keep_every always_save_checkpoint
+    eval_interval eval_iters eval_only log_interval wandb_log wandb_project wandb_run_name
+    tensorboard max_iters device dtype frozen_dtype compile backend strategy shard_group_size
+    reduce_dtype wrap_min_params cpu_offload activation_checkpointing activation_offload loss_chunks
+    prefetch_blocks grad_sync""".split())
 REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias",
            *LORA}  # if changed
 

@@ -148,7 +148,8 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     assert train_loss != val_loss
     assert evaluated["val_perplexity"] == pytest.approx(math.exp(val_loss))
     assert {"run", "iter", "loss", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
-            "peak_memory", "time_ms", "wall_s"} == first.keys()
+            "peak_memory", "peak_reserved", "alloc_retries", "time_ms", "data_ms",
+            "save_s", "save_stood_s", "wall_s"} == first.keys()
     assert first["lr"] == TINY["learning_rate"]
 
 
@@ -182,10 +183,10 @@ def test_tools_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, ca
     log = metrics.Log(cfg, World(size=2), str(tmp_path), "the-id", 0)
     log.count_flops(train.meta_model(cfg))
     monkeypatch.setattr(metrics.time, "time", lambda: 7.0)
-    log.step(0, 4.0, 1.0, 1e-3, None)
+    log.step(0, 4.0, 1.0, 1e-3, None, 0.5)
     assert "time 2000.00ms, mfu 10.00%, 192 tok/s" in capsys.readouterr().out
     monkeypatch.setattr(metrics.time, "time", lambda: 11.0)
-    log.step(1, 4.0, 1.0, 1e-3, None)
+    log.step(1, 4.0, 1.0, 1e-3, None, 0.75)
     rows = [(row["mfu"], row["time_ms"], row["wall_s"]) for row in read_metrics(tmp_path)]
     assert rows == [pytest.approx((0.1, 2e3, 2)), pytest.approx((0.05, 4e3, 6))]  # in all: 6 s
 

@@ -293,8 +293,7 @@ def events(tmp, name, signal_at=None, **keys):
         def call(*args):
             if len(done) == signal_at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            name = f" {args[6]}" if event == "save" and len(args) > 6 else ""
-            done.append(event + name)  # of the file
+            done.append(event)
             result = function(*args)
             return {**result, "val": 1.0} if event == "evaluate" else result
         return call
@@ -314,9 +313,9 @@ WHOLE = ["stop?", "evaluate", "step", "stop?", "step",
 @pytest.mark.parametrize("signal_at, expected, step", [
     (None, WHOLE, 4),
     (0, ["stop?"], None),  # before the first step: there is nothing to save
-    (2, [*WHOLE[:3], "stop?", "save ckpt.pt"], 1),
-    (6, [*WHOLE[:9], "stop?", "save ckpt.pt"], 3),  # in an evaluation: seen after the next step
-    (10, [*WHOLE[:12], "save ckpt.pt"], 4),  # in the last step: it leaves without evaluating
+    (2, [*WHOLE[:3], "stop?", "save"], 1),
+    (6, [*WHOLE[:9], "stop?", "save"], 3),  # in an evaluation: seen after the next step
+    (10, [*WHOLE[:12], "save"], 4),  # in the last step: it leaves without evaluating
     (12, WHOLE, 4)])  # in the last evaluation: it was about to leave
 def test_loop_stops_evaluates_and_saves_in_this_order(tmp, capsys, signal_at, expected, step):
     name = f"loop-{signal_at}"
@@ -397,13 +396,13 @@ def test_log_on_a_full_disk_is_said_and_the_run_goes_on(tmp, monkeypatch, capsys
     monkeypatch.setattr(metrics, "open", opened, raising=False)
     log = metrics.Log(tiny(tmp), World(), tmp, "id", 0)
     for step in range(2):
-        log.step(step, 1.0, 1.0, 1e-3, None)
+        log.step(step, 1.0, 1.0, 1e-3, None, 0)
         said = capsys.readouterr()
         assert f"iter {step}: " in said.out and said.err.count("\n") == 1
         assert said.err.startswith("cannot write /dev/full: No space left")
     room = real(f"{tmp}/room.jsonl", "w")
     os.dup2(room.fileno(), log.file.fileno())
-    log.step(2, 1.0, 1.0, 1e-3, None)
+    log.step(2, 1.0, 1.0, 1e-3, None, 0)
     rows = [json.loads(row) for row in real(f"{tmp}/room.jsonl")]
     assert [row["iter"] for row in rows] == [0, 1, 2] and capsys.readouterr().err == ""
 
@@ -420,8 +419,9 @@ def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch
 
     def held(saver, *args):
         assert waited_for.wait(60)
-        complete(saver, *args)
+        end = complete(saver, *args)
         done.append("complete")
+        return end
 
     def noted(event, function):
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
