@@ -87,6 +87,7 @@ class Config:
     tensorboard: bool = False  # log to TensorBoard too, in out_dir
     # --- data
     dataset: Path = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
+    #   a mixture by tokens: fineweb_edu:7,my_code:2,my_math:1
     gradient_accumulation_steps: Positive = 40  # micro-batches a step over all ranks together
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
     seed: Whole = 1337  # weights, data order, dropout: everything random follows from it

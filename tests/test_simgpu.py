@@ -15,11 +15,13 @@ import itertools
 import math
 import os
 import random
+import shutil
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from harness import built, on_ranks, read_metrics, run_training, steps, tiny, values
@@ -110,20 +112,24 @@ def title(keys):
     for key, value in keys.items():
         if key in ("model", "optimizer", "checkpoint"):
             words.append(value)
-        elif key in ("freeze", "activation_offload", "resumes"):
+        elif key in ("freeze", "activation_offload", "resumes", "masks"):
             words += [key] if value else []
         elif key != "strategy" and key not in LLAMA and key not in MOE:
             words.append(f"{key}={value}")
     return " ".join(words)
 
 
+MASKED = dict(masks=True)  # the loader's masks: a micro-batch's weight, and -1 among its targets
 FOUR = [  # two copies of two shards each
+    dict(MASKED, dtype="bfloat16", grad_sync="last"),
     dict(), dict(dtype="bfloat16", optimizer="muon"), dict(cpu_offload=0.5, checkpoint="sharded"),
     dict(grad_sync="last", reduce_dtype="bfloat16"), dict(LLAMA, cpu_offload=1.0, resumes=True)]
 MODES = {}  # (world, name): keys
 for world, factors in ((1, SINGLE), (2, DDP), (2, SHARDED)):
     for keys in map(keys_of, pairwise(factors)):
         MODES[world, title(keys)] = keys
+for keys in (dict(strategy="ddp"), dict(strategy="full_shard", loss_chunks=3)):
+    MODES[2, title({**keys, **MASKED})] = {**keys, **MASKED}
 for keys in FOUR:
     keys = dict(strategy="hybrid_shard", shard_group_size=2, **keys)
     MODES[4, title(keys)] = keys
@@ -132,7 +138,7 @@ for keys in FOUR:
 # ---------- runs --------------------------------------------------------------
 
 
-def whole_run(tmp, name, resumes=False, **keys):
+def whole_run(tmp, name, resumes=False, masks=False, **keys):
     """{step: loss, norm}, {step: losses of an evaluation} and tokens sampled at the end."""
     built = []
     build = train.build
@@ -142,6 +148,8 @@ def whole_run(tmp, name, resumes=False, **keys):
         return tuple(built)
 
     keys = {**BASE, **keys}
+    if masks:
+        keys["dataset"] = os.path.join(tmp, "masked")
     with patch.object(train, "build", kept):
         if resumes:
             first = dict(keys, max_iters=2, eval_interval=2)
@@ -193,6 +201,17 @@ def case_run(tmp, name, **keys):
                 late=simgpu.device.simgpu_late(), used=simgpu.devices_used())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def masked(tmp):
+    """The toy data set in which few tokens are learned, and of two thirds of the windows none."""
+    data = os.path.join(tmp, "masked")
+    shutil.copytree(os.path.join(tmp, "toy"), data)
+    for split in ("train", "val"):
+        place = np.arange(os.path.getsize(f"{data}/{split}.bin") // 2)
+        learned = (place % 5 < 2) & (place // 16 % 3 == 0)
+        learned.tofile(f"{data}/{split}.mask")
+
+
 @pytest.fixture(scope="module")
 def on_gpus(tmp):
     """world -> what each of its modes has shown."""
@@ -207,7 +226,8 @@ def on_gpus(tmp):
 @pytest.fixture(scope="module")
 def on_cpu(tmp):
     """The keys that change numbers -> the run in one process on a CPU."""
-    numbers = ("model", "n_kv_head", "n_inner", "n_expert", "n_active", "optimizer", "freeze")
+    numbers = ("model", "n_kv_head", "n_inner", "n_expert", "n_active", "optimizer", "freeze",
+               "masks")
 
     @functools.cache
     def run(**keys):
