@@ -292,7 +292,9 @@ class normal:  # as `range` is one: it stands for numbers that slicing yields
             start = i * height
             end = min(start + height, n)
             generator = torch.Generator().manual_seed(self.seed + i)
-            drawn = torch.empty(end - start, *row).normal_(0.0, self.std, generator=generator)
+            drawn = torch.empty(end - start, *row)
+            drawn.normal_(0.0, self.std, generator=generator)
+            # Of these rows start .. end - 1 take those that were asked for.
             a = max(first, start)
             b = min(last, end)
             value[a - first:b - first] = drawn[a - start:b - start]
