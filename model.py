@@ -155,7 +155,9 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{past + T} tokens do not fit block_size={self.config.block_size}")
         pos = torch.arange(past, past + T, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        tokens = self.transformer.wte(idx)  # (B, T, C)
+        positions = self.transformer.wpe(pos)  # (T, C)
+        x = tokens + positions
         x = self.transformer.drop(x)
         for i, block in enumerate(self.blocks):
             x = block(x, None if cache is None else cache[i])
@@ -297,7 +299,8 @@ class normal:  # as `range` is one: it stands for numbers that slicing yields
             # Of these rows start .. end - 1 take those that were asked for.
             a = max(first, start)
             b = min(last, end)
-            value[a - first:b - first] = drawn[a - start:b - start]
+            asked = drawn[a - start:b - start]
+            value[a - first:b - first] = asked
         return value
 
 
