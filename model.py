@@ -127,11 +127,12 @@ class GPT(nn.Module):
         self.loss_chunks = 0  # as the key of this name: see head_loss
         V = config.vocab_size
         C = config.n_embd
+        blocks = [Block(config) for _ in range(config.n_layer)]
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(V, C),
             wpe=nn.Embedding(config.block_size, C),
             drop=nn.Dropout(config.dropout),
-            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            h=nn.ModuleList(blocks),
             ln_f=nn.LayerNorm(C, bias=config.bias),
         ))
         self.lm_head = nn.Linear(C, V, bias=False)
@@ -290,7 +291,8 @@ class normal:  # as `range` is one: it stands for numbers that slicing yields
         first, last, _ = rows.indices(n)
         value = torch.empty(last - first, *row)
         height = max(1, self.chunk // math.prod(row))  # rows of a chunk
-        for i in range(first // height, math.ceil(last / height)):
+        chunks = range(first // height, math.ceil(last / height))
+        for i in chunks:
             start = i * height
             end = min(start + height, n)
             generator = torch.Generator().manual_seed(self.seed + i)
