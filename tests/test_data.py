@@ -173,6 +173,19 @@ def test_every_prepare_runs_and_has_help(name):
     assert p.returncode == 0 and f"python {path}" in p.stdout
 
 
+@pytest.mark.parametrize("flags, said", [
+    ([], ["sample-10BT: ", "10 billion", "20 GB"]),
+    (["--subset=sample-100BT"], ["sample-100BT: ", "100 billion", "200 GB"]),
+    (["--subset", "sample-350BT", "--limit=1000"], ["sample-350BT: ", "0.00103 billion"]),
+    (["--subset=CC-MAIN-2024-10"], [])])
+def test_fineweb_edu_says_first_how_much_it_will_be(monkeypatch, flags, said):
+    started = []
+    monkeypatch.setattr(prepare_py, "main", lambda *args, **defaults: started.append(defaults))
+    out = script("data/fineweb_edu/prepare.py", *flags).stdout
+    assert all(words in out for words in said) and bool(out) == bool(said)
+    assert started[0]["subset"] == "sample-10BT"  # unless a flag says another
+
+
 def test_stdlib_is_reproducible(tmp_path):
     both = []
     for out in (tmp_path / "a", tmp_path / "b"):

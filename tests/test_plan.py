@@ -331,7 +331,7 @@ def test_plan_counts_a_gpus_masks_and_the_fp32_of_qk_norm():
     assert normed - none == pytest.approx(rows * 4 * cfg.n_embd / cfg.n_head, rel=0.04)
 
 
-@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b"])
+@pytest.mark.parametrize("name", ["llama_1b", "llama2_7b", "llama3_8b"])
 def test_plan_recipes_say_their_peak_and_time(name):
     """As planned now; the larger ones' by the same command, in their headers too."""
     path = f"{HERE}/config/{name}.py"

@@ -1,16 +1,48 @@
 """
-FineWeb-Edu, its sample of 10 billion tokens, with GPT-2's BPE: 9,672,101 documents, about
-9.95 billion training tokens.
+FineWeb-Edu, English pages of educational value, as the samples that it publishes.
 
-    python data/fineweb_edu/prepare.py                 # 20 GB
-    python data/fineweb_edu/prepare.py --limit=10000   # a taste
+    python data/fineweb_edu/prepare.py                        # 10 billion tokens, 20 GB
+    python data/fineweb_edu/prepare.py --subset=sample-100BT  # 200 GB; sample-350BT: 700 GB
+    python data/fineweb_edu/prepare.py --limit=10000          # a taste
+
+The text is streamed, so only its tokens need disk: 2 bytes each if the tokenizer's vocabulary
+is at most 65,535, else 4. GPT-2's (the default), Llama 2's and SmolLM2's fit. Llama 3's and
+Qwen3's don't, and with them the embedding of a model that is 2,048 wide has 0.16 and 0.21
+billion parameters more. That pays for other languages and for code, which are not in here.
+
+--limit=N takes the first N documents of the sample and reads no further. They are of about
+1,030 tokens each. A split that is then small gets the end of the text: see data/prepare.py.
 """
 
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
+SAMPLE = "sample-10BT"
+# {name: GPT-2 tokens}, by https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu
+TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}
+A_DOCUMENT = 1029  # tokens on average: sample-10BT has 9,672,101 documents, 9.95e9 tokens
+
+
+def announce(argv):
+    """Print how many tokens that will be, and how much disk."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = lambda message: None  # main says what is wrong
+    parser.add_argument("--subset", default=SAMPLE)
+    parser.add_argument("--limit", type=int, default=sys.maxsize)
+    args, _ = parser.parse_known_args(argv)
+    if args.subset in TOKENS:
+        tokens = min(TOKENS[args.subset], args.limit * A_DOCUMENT)
+        print(
+            f"{args.subset}: about {tokens / 1e9:,.3g} billion GPT-2 tokens, "
+            f"{2 * tokens / 1e9:,.3g} GB of disk; twice that by a tokenizer with a vocabulary "
+            "above 65,535")
+
+
 if __name__ == "__main__":
-    main("fineweb_edu", "HuggingFaceFW/fineweb-edu", doc=__doc__, subset="sample-10BT")
+    if not {"-h", "--help"}.intersection(sys.argv):
+        announce(sys.argv[1:])
+    main("fineweb_edu", "HuggingFaceFW/fineweb-edu", doc=__doc__, subset=SAMPLE)
