@@ -310,6 +310,8 @@ def test_finetuning_page_works_as_printed(tmp_path):
     instruct, base = copy / "instruct", copy / "base"
     hf = make(instruct, CHATML)
     make_hf(base, "smollm2", vocab_size=hf.get_vocab_size(), eos_token_id=1, bos_token_id=0)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(instruct / file, base)
     chats = [{"messages": [{**SUN, "content": f"{i}?"}, YES] * (1 + i % 3)} for i in range(99)]
     write_jsonl(copy / "chats.jsonl", chats)
     write_jsonl(copy / "qa.jsonl", [{"question": f"{i}?", "answer": str(i)} for i in range(99)])
