@@ -47,7 +47,10 @@ def print_part(row, part, unit, fold):
     before = None
     for where, group in groupby(events, key=lambda e: e.where):
         here = list(group)
-        pattern = [(e.what, relative(e.unit, where), e.size, is_exposed(e, row)) for e in here]
+        pattern = []
+        for e in here:
+            unit_here = relative(e.unit, where)
+            pattern.append((e.what, unit_here, e.size, is_exposed(e, row)))
         if fold and pattern == before and "block" in where:
             same.append(where)
             continue
@@ -62,29 +65,39 @@ def print_part(row, part, unit, fold):
 
 def print_event(e, where, row, unit):
     what = e.what.replace("_", "-")
-    sent = f"{e.sent() / unit:,.2f}" if e.size else ""
     held = row["timeline"][e.row, 1:].sum() / unit
-    clock = ""
+    sent = takes = clock = exposed = ""
+    if e.size:
+        sent = f"{e.sent() / unit:,.2f}"
+    if is_exposed(e, row):
+        exposed = "  exposed"
     if "step" in row:
-        start, end = row["step"].span(e)
-        since = start - row["step"].begin(e.part())
-        takes = f"{1e3 * (end - start):,.2f}" if e.size else ""
+        step = row["step"]
+        start, end = step.span(e)
+        since = start - step.begin(e.part())
+        if e.size:
+            takes = f"{1e3 * (end - start):,.2f}"
         clock = f"{1e3 * since:11,.2f}{takes:>11s}"
-    exposed = "  exposed" if is_exposed(e, row) else ""
     print(f"  {where:20s}{what:16s}{e.unit:16s}{sent:>8s}{clock}{held:14,.2f}{exposed}")
 
 
 def is_exposed(event, row):
     """Does compute wait while this collective runs, for longer than a kernel takes?"""
-    return "step" in row and row["step"].waited(*row["step"].span(event)) > KERNEL
+    if "step" not in row:
+        return False
+    step = row["step"]
+    start, end = step.span(event)
+    return step.waited(start, end) > KERNEL
 
 
 def print_same(places):
     if places:
         phase, _, first = places[0].partition(" block ")
         _, _, last = places[-1].partition(" block ")
-        some = f"blocks {first} to {last}" if last != first else f"block {first}"
-        print(f"  {phase} {some}: the same")
+        if last == first:
+            print(f"  {phase} block {first}: the same")
+        else:
+            print(f"  {phase} blocks {first} to {last}: the same")
 
 
 def relative(unit, where):
@@ -93,7 +106,8 @@ def relative(unit, where):
     here = re.search(r"block (\d+)", where)
     if not found or not here:
         return unit
-    return int(found[1]) - int(here[1]), found[2]
+    distance = int(found[1]) - int(here[1])
+    return distance, found[2]
 
 
 # ---------- the picture -------------------------------------------------------
@@ -154,7 +168,8 @@ def draw(rows, machine, unit, name, title, path):
 def ms(seconds, row):
     """On the x axis: since the last micro-batch began."""
     last = row["events"][-1].micro_batch
-    return 1e3 * (seconds - row["step"].begin(last))
+    begin = row["step"].begin(last)
+    return 1e3 * (seconds - begin)
 
 
 def moments(rows, row):
@@ -184,10 +199,12 @@ def draw_memory(panel, row, unit):
 def unit_names(rows):
     """The units in the order of their first gather, the root first; none if all rows are of
     strategies that gather nothing."""
-    names = {}
+    names = []
     for row in rows:
-        names.update(dict.fromkeys(e.unit for e in row["events"] if e.what == "all_gather"))
-    return list(names) or ["the model"]
+        for e in row["events"]:
+            if e.what == "all_gather" and e.unit not in names:
+                names.append(e.unit)
+    return names or ["the model"]
 
 
 def draw_units(panel, row, names):
@@ -197,19 +214,21 @@ def draw_units(panel, row, names):
     bars = {name: [] for name in names}
     for e in row["events"]:
         start, _ = row["step"].span(e)
-        x = max(0, ms(start, row))
+        x = ms(start, row)
+        x = max(0, x)
         if e.what == "all_gather":
             gathers[e.unit] = x
         elif e.what == "free":
             begin = gathers.pop(e.unit)
             if x > begin:  # else it is of an earlier micro-batch
                 bars[e.unit].append((begin, x - begin))
-    gathers_nothing = not any(bars.values())
+    if not any(bars.values()):  # nothing is gathered: all is whole, all the time
+        bars = {name: [(0, end)] for name in names}
     for y, name in enumerate(names):
-        spans = [(0, end)] if gathers_nothing else bars[name]
-        panel.broken_barh(spans, (y - 0.5, 1), color=COLORS[3], lw=0)
-    panel.set_ylim(-0.5, len(names) - 0.5)
-    panel.set_yticks([0, len(names) - 1], [names[0], names[-1]], fontsize=12)
+        panel.broken_barh(bars[name], (y - 0.5, 1), color=COLORS[3], lw=0)
+    top = len(names) - 1
+    panel.set_ylim(-0.5, top + 0.5)
+    panel.set_yticks([0, top], [names[0], names[top]], fontsize=12)
 
 
 def draw_streams(panel, row):
@@ -238,5 +257,6 @@ def check_plot(path):
     """SystemExit now, not after the rehearsals."""
     package("matplotlib.figure", "--plot")
     is_picture = path.endswith((".png", ".svg", ".pdf"))
-    if not is_picture or not os.path.isdir(os.path.dirname(path) or "."):
+    folder = os.path.dirname(path) or "."
+    if not is_picture or not os.path.isdir(folder):
         raise SystemExit(f"--plot={path}: pass a .png, .svg or .pdf in a folder you have")

@@ -64,7 +64,8 @@ def plan(cfg, world, machine):
     row["sent"] = sum(event.times * event.sent() for event in events)
     # A tenth is left for what is not counted.
     fits_device = peak <= 0.9 * machine.gpu_memory
-    row["fits"] = fits_device and host <= machine.host_memory
+    fits_host = host <= machine.host_memory
+    row["fits"] = fits_device and fits_host
     row["timeline"] = timeline
     row["marks"] = marks
     row["events"] = events
@@ -76,16 +77,24 @@ def plan(cfg, world, machine):
 
 def times(program, cfg, size, machine):
     """The part of a row that needs a GPU's name; of one GPU."""
-    micro_batches = cfg.gradient_accumulation_steps // size
+    micro_batches, tokens = of_a_step(cfg, size)
     step = timing.run(program, machine.cluster, micro_batches)
-    rate = micro_batches * cfg.batch_size * cfg.block_size / step.seconds
+    rate = tokens / step.seconds
+    flops = rate * machine.flops_per_token
     return {
         "step": step,
         "s/step": step.seconds,
         "tok/s": rate,
-        "MFU": rate * machine.flops_per_token / machine.cluster.gpu.peak,
+        "MFU": flops / machine.cluster.gpu.peak,
         "exposed": step.exposed,
     }
+
+
+def of_a_step(cfg, size):
+    """(micro-batches, tokens) of one of so many GPUs."""
+    micro_batches = cfg.gradient_accumulation_steps // size
+    tokens = micro_batches * cfg.batch_size * cfg.block_size
+    return micro_batches, tokens
 
 
 def calibrate(todo, machine, strategy):
@@ -95,13 +104,13 @@ def calibrate(todo, machine, strategy):
         if one[0].strategy == strategy:
             placed, world = one
     *_, program = rehearse(placed, world, machine.attention)
-    micro_batches = placed.gradient_accumulation_steps // world.size
-    tokens = micro_batches * placed.batch_size * placed.block_size
-    machine.cluster = timing.calibrated(
-        program, machine.cluster, micro_batches, tokens / machine.measured)
+    micro_batches, tokens = of_a_step(placed, world.size)
+    seconds = tokens / machine.measured
+    machine.cluster = timing.calibrated(program, machine.cluster, micro_batches, seconds)
+    share = machine.cluster.gpu.products
     print(
         f"{machine.measured:,.0f} tokens/s a GPU were measured ({placed.strategy}): products "
-        f"reach {machine.cluster.gpu.products:.1%} of the peak")
+        f"reach {share:.1%} of the peak")
 
 
 # ---------- which strategies --------------------------------------------------
@@ -113,12 +122,15 @@ def place(cfg, size, machine):
     world = World(size=size, device=device, local_size=min(size, machine.gpus_per_node))
     # Training wants a multiple of the ranks, and says so; a plan takes the next one.
     micro_batches = math.ceil(cfg.gradient_accumulation_steps / size)
-    cfg = replace(cfg, gradient_accumulation_steps=micro_batches * size)
-    cfg = replace(cfg, compile=False)  # fake tensors run eagerly
+    keys = dict(
+        gradient_accumulation_steps=micro_batches * size,
+        compile=False,  # fake tensors run eagerly
+    )
     if cfg.strategy != "hybrid_shard":
-        cfg = replace(cfg, shard_group_size=0)  # another row may need it
+        keys["shard_group_size"] = 0  # another row may need it
     if cfg.dtype == "auto" and device.type == "cuda":
-        cfg = replace(cfg, dtype="bfloat16")  # the best of today's GPUs; none is here to ask
+        keys["dtype"] = "bfloat16"  # the best of today's GPUs; none is here to ask
+    cfg = replace(cfg, **keys)
     return resolve(cfg, world, distributed=cfg.strategy != "single"), world
 
 
@@ -201,16 +213,21 @@ def parse(argv):
     check_times(own)
     if own.plot:
         check_plot(own.plot)
-    memory = own.gpu_memory or (own.gpu.gib if own.gpu else this_memory())
+    memory = own.gpu_memory
+    if not memory:
+        memory = own.gpu.gib if own.gpu else this_memory()
     own.gpu_memory = memory * GIB  # from here on in bytes
     own.host_memory *= GIB
     own.cluster = None
     if own.gpu:
+        network = own.gpu.network
+        if own.network:
+            network = own.network * 1e9 / 8
         own.cluster = timing.Cluster(
             own.gpu,
             own.gpus_per_node,
-            network=own.network * 1e9 / 8 if own.network else own.gpu.network,
-            attention=own.attention,
+            network,
+            own.attention,
         )
     return own, rest
 
@@ -228,8 +245,13 @@ def this_memory():
 
 def check_times(own):
     """SystemExit if what is asked for needs something else."""
-    asked = {key: getattr(own, key) for key in ("network", "measured", "tokens", "plot")}
-    asked["world_size"] = own.world_size[1:]
+    asked = dict(
+        network=own.network,
+        measured=own.measured,
+        tokens=own.tokens,
+        plot=own.plot,
+        world_size=own.world_size[1:],
+    )
     for key, value in asked.items():
         if value and not own.gpu:
             raise SystemExit(f"--{key} needs a GPU's times: add --gpu=H100, or see --help")
@@ -238,8 +260,11 @@ def check_times(own):
     if own.world_size[1:] and own.world_size[0] == 1:
         raise SystemExit(
             "--world_size=1 has nothing to send: begin the list with 2, or ask for 1 alone")
-    if own.gpu and own.attention not in (*own.gpu.attention, "written_out"):
-        known = ", ".join((*own.gpu.attention, "written_out"))
+    if not own.gpu:
+        return
+    kernels = [*own.gpu.attention, "written_out"]
+    if own.attention not in kernels:
+        known = ", ".join(kernels)
         raise SystemExit(f"--attention={own.attention} on this GPU: known are {known}")
 
 
@@ -299,7 +324,7 @@ def main(argv):
         print_more_gpus(rows, cfg, machine)
     fitting = [row["strategy"] for row in rows if row["fits"]]  # the simplest first
     picked = fitting[0] if fitting else rows[-1]["strategy"]
-    print_times(rows, picked, size, machine)
+    print_times(rows, picked, size, cfg, machine)
     if fitting:
         print(f"take --strategy={picked}, the simplest that fits")
     else:
@@ -343,7 +368,7 @@ def print_limit(strategy, rates):
             return
 
 
-def print_times(rows, picked, size, machine):
+def print_times(rows, picked, size, cfg, machine):
     """What the times are, and the whole run's with the strategy that was picked."""
     if not machine.cluster:
         print(f"for times too add --gpu={', '.join(timing.GPUS)} or another's numbers (--help)")
@@ -352,6 +377,9 @@ def print_times(rows, picked, size, machine):
     print(
         f"times are of the steps alone, {kind}, at full power (below it 15 to 20% longer); "
         "evaluation, saves and stragglers come on top")
+    if cfg.cpu_offload or cfg.activation_offload:
+        rate = timing.PCIE / 1e9
+        print(f"copies between host and GPU are taken to run at {rate:.0f} GB/s (PCIe), untested")
     if not machine.tokens:
         return
     row = {row["strategy"]: row for row in rows}[picked]

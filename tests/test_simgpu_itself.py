@@ -12,6 +12,7 @@ import sys
 import threading
 from unittest.mock import patch
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,21 @@ simgpu = sys.modules.get("simgpu")  # in ranks that harness has forked from the 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and simgpu is None,
     reason="this machine has a GPU, which runs tests/test_cuda.py; or set SIM_GPUS=4")
+
+@pytest.mark.parametrize("without", [dict(CXX="", PATH=""), dict(CXX=sys.executable)])
+def test_simgpu_where_it_cannot_be_built_tests_skip_in_one_line(monkeypatch, tmp_path, without):
+    """There is no compiler; what is named as one does not compile it."""
+    for name, value in dict(without, SIM_CACHE=str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "simgpu", raising=False)
+    monkeypatch.setattr(harness, "cannot_simulate", harness.cannot_simulate.__wrapped__)
+    with pytest.raises(pytest.skip.Exception) as skipped:
+        harness.simulates(1)
+    reason = str(skipped.value)
+    assert reason.startswith("simgpu: ") and "\n" not in reason
+    assert ("needs a C++ compiler" in reason) == ("PATH" in without)
+    assert ("does not build it" in reason) == ("PATH" not in without)
+
 
 BUGS = {}  # name: (check, words that it says, function)
 

@@ -68,8 +68,9 @@ def compile_to(path, compiler, torch):
     except (OSError, subprocess.TimeoutExpired) as e:
         raise CannotBuild(f"simgpu: {compiler}: {e}") from None
     if p.returncode:
-        errors = [line for line in p.stderr.splitlines() if "error" in line] or [p.stderr]
-        raise CannotBuild(f"simgpu: {compiler} does not build it with this PyTorch: {errors[0]}")
+        lines = p.stderr.splitlines() or ["it says nothing"]
+        error = next((line for line in lines if "error" in line), lines[0])
+        raise CannotBuild(f"simgpu: {compiler} does not build it with this PyTorch: {error}")
     # PyTorch checks what a library registers when it is loaded, and aborts the process.
     load = f"import ctypes; ctypes.CDLL('{torch}/lib/libtorch.so'); ctypes.CDLL('{unfinished}')"
     p = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
