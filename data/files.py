@@ -114,12 +114,14 @@ def open_masks(files):
     SystemExit if they do not fit."""
     paths = [Path(tokens.filename).with_suffix(".mask") for tokens in files]
     missing = [path for path in paths if not path.exists()]
-    if len(missing) == len(paths):
+    asked = read_record(paths[0].parent).get("arguments", {})
+    is_expected = not {"chat", "learn", "window"}.isdisjoint(asked)
+    if len(missing) == len(paths) and not is_expected:
         return []
     if missing:
         raise SystemExit(
-            f"{missing[0]}: it is missing, and other files of this split have a mask; copy or "
-            "prepare the data again")
+            f"{missing[0]}: it is missing, and this data has masks; copy or prepare the data "
+            "again")
     for path, tokens in zip(paths, files):
         if path.stat().st_size != len(tokens):
             raise SystemExit(

@@ -50,6 +50,7 @@ from data.files import (  # noqa: E402
     STATE,
     file_pattern,
     header,
+    open_masks,
     open_split,
     read_record,
     shard_name,
@@ -425,7 +426,7 @@ def is_prepared(out, arguments):
         if os.path.getmtime(source) > os.path.getmtime(out / RECORD):
             return False
     for split in SPLITS:
-        open_split(out, split)
+        open_masks(open_split(out, split))
     return True
 
 

@@ -9,12 +9,13 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import signal
 
 import numpy as np
 import pytest
-from harness import flags, refused
+from harness import flags, refused, script
 from test_data import (
     files_of,
     gpt2_or_skip,
@@ -291,6 +292,11 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
         assert "learn" in refused(run_prepare, [*argv[:-1], "--learn=q", argv[-1]])
     assert files_of(out) == expected and renames > 4
 
+    run_prepare(argv)  # it is done, and says so
+    for path in out.glob("*.mask"):
+        path.unlink()
+    assert ".mask: it is missing" in refused(run_prepare, argv)
+
 
 def test_few_windows_are_cut_at_a_window(tmp_path):
     """Where val gets the end of the tokens; and without --learn all but the padding counts."""
@@ -302,11 +308,12 @@ def test_few_windows_are_cut_at_a_window(tmp_path):
     assert np.concatenate([ours, theirs]).tolist() == [0] + [1] * 699 + [0] * 4
 
 
-def test_finetuning_page_works_as_printed(tmp_path):
+def test_finetuning_page_works_as_printed(tmp_path, monkeypatch):
     """Its commands, in order, in a copy of the project, with a small model for those of the hub;
     lm_eval where it is installed."""
     from test_huggingface import make_hf  # here: a fork may have no extras/
     copy = copied(tmp_path / "copy")
+    monkeypatch.chdir(copy)
     instruct, base = copy / "instruct", copy / "base"
     hf = make(instruct, CHATML)
     make_hf(base, "smollm2", vocab_size=hf.get_vocab_size(), eos_token_id=1, bos_token_id=0)
@@ -325,7 +332,7 @@ def test_finetuning_page_works_as_printed(tmp_path):
     told = [text for kind, text in blocks if kind == "yaml"]
     (copy / "tasks/capitals.yaml").write_text(told[0])
     write_jsonl(copy / "tasks/capitals.jsonl", [{"country": "France", "capital": "Paris"}])
-    small = flags(max_iters=2, eval_interval=2, eval_iters=1, block_size=16, batch_size=1,
+    small = flags(max_iters=2, eval_interval=2, eval_iters=9, block_size=32, batch_size=2,
                   gradient_accumulation_steps=1, device="cpu", dtype="float32")
     for kind, text in blocks:
         if kind == "python":
@@ -333,10 +340,13 @@ def test_finetuning_page_works_as_printed(tmp_path):
             run_in(copy, "python page.py", as_printed=True)
         commands = text.replace("\\\n", " ").splitlines() if kind == "text" else []
         for command in commands:
-            if command.startswith("lm_eval"):
-                if not shutil.which("lm_eval"):
-                    continue
-                command += " --batch_size=1"
+            if command.startswith("lm_eval") and not shutil.which("lm_eval"):
+                continue
+            if "prepare.py" in command:
+                _, path, *argv = shlex.split(command)
+                p = script(path, *argv, f"--out=data/{argv[0]}")
+                assert p.returncode == 0, p.stderr
+                continue
             if "train.py" in command:
                 # a path: forked ranks look for names in this repository
                 command = " ".join([command, *small, "--dataset=data/my_chats"])

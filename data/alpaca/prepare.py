@@ -3,6 +3,7 @@ Alpaca: 52,002 instructions and answers as text, with GPT-2's BPE, for fine-tuni
 
     python data/alpaca/prepare.py                 # 10 MB
     python data/alpaca/prepare.py --limit=10000   # a taste
+    python data/alpaca/prepare.py --learn=output  # only the answers are learned
 """
 
 import sys
