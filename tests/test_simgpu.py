@@ -11,6 +11,7 @@ beside the plan's, and the bytes between host and device.
 
 import functools
 import gc
+import importlib.util
 import itertools
 import math
 import os
@@ -124,6 +125,18 @@ FOUR = [  # two copies of two shards each
     dict(MASKED, dtype="bfloat16", grad_sync="last"),
     dict(), dict(dtype="bfloat16", optimizer="muon"), dict(cpu_offload=0.5, checkpoint="sharded"),
     dict(grad_sync="last", reduce_dtype="bfloat16"), dict(LLAMA, cpu_offload=1.0, resumes=True)]
+# By hand: what no pair needs, and compiled code takes its time.
+LORA = dict(lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
+MORE = [
+    (1, dict(dropout=0.1)),
+    (1, dict(dropout=0.1, activation_checkpointing="full", dtype="float16")),
+    (1, dict(compile=True, **LLAMA)),
+    *[(1, dict(dtype="float8"))] * (importlib.util.find_spec("torchao") is not None),
+    (1, dict(dtype="bfloat16", **LORA)),
+    (2, dict(strategy="full_shard", compile=True, loss_chunks=3)),
+    (2, dict(strategy="ddp", compile=True, dtype="bfloat16")),
+    (2, dict(strategy="full_shard", cpu_offload=0.5, resumes=True, **LORA)),
+    (2, dict(strategy="ddp", optimizer="muon", **LORA))]
 MODES = {}  # (world, name): keys
 for world, factors in ((1, SINGLE), (2, DDP), (2, SHARDED)):
     for keys in map(keys_of, pairwise(factors)):
@@ -133,6 +146,8 @@ for keys in (dict(strategy="ddp"), dict(strategy="full_shard", loss_chunks=3)):
 for keys in FOUR:
     keys = dict(strategy="hybrid_shard", shard_group_size=2, **keys)
     MODES[4, title(keys)] = keys
+for world, keys in MORE:
+    MODES[world, title(keys)] = dict(strategy="single") | keys
 
 
 # ---------- runs --------------------------------------------------------------
@@ -148,6 +163,8 @@ def whole_run(tmp, name, resumes=False, masks=False, **keys):
         return tuple(built)
 
     keys = {**BASE, **keys}
+    if "lora_rank" in keys:
+        keys["init_from"] = os.path.join(tmp, "lora-base")
     if masks:
         keys["dataset"] = os.path.join(tmp, "masked")
     with patch.object(train, "build", kept):
@@ -215,6 +232,8 @@ def masked(tmp):
 @pytest.fixture(scope="module")
 def on_gpus(tmp):
     """world -> what each of its modes has shown."""
+    run_training(tmp, "lora-base", **BASE)
+
     @functools.cache
     def run(world):
         cases = {name: (case_run, dict(tmp=tmp, name=f"{world} {name}", device="cuda", **keys))
@@ -227,7 +246,7 @@ def on_gpus(tmp):
 def on_cpu(tmp):
     """The keys that change numbers -> the run in one process on a CPU."""
     numbers = ("model", "n_kv_head", "n_inner", "n_expert", "n_active", "optimizer", "freeze",
-               "masks")
+               "masks", "dropout", *LORA)
 
     @functools.cache
     def run(**keys):
@@ -294,6 +313,7 @@ WAYS = {
     "full": CHECKPOINTED,
     "activation_offload": dict(CHECKPOINTED, activation_offload=True),
     "muon": dict(ZERO3, optimizer="muon"),
+    "llama": dict(ZERO3, **LLAMA),
 }
 
 

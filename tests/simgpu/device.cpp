@@ -854,6 +854,9 @@ static void attention(const OperatorHandle& op, Stack* stack) {
   } else {
     auto [out, logsumexp] =
         at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask, scale);
+    // Memory-efficient attention's lies as (B, T, heads, size), whatever the query's; compiled code
+    // relies on it.
+    if (has_mask) out = out.transpose(1, 2).contiguous().transpose(1, 2);
     for (auto& result : op.schema().returns()) {
       auto& name = result.name();
       if (name == "output") results.emplace_back(call.to_device(out));
@@ -1291,15 +1294,18 @@ static void install(bool replace) {
     implement(name, CppFunction::makeFromBoxedFunction<&rms_norm>());
 
   // Everything else. A CPU build has no kernels for CUDA, so a fallback takes all; a CUDA build's are
-  // replaced one by one.
+  // replaced one by one. And where a CPU has a kernel for what PyTorch would else compose of others
+  // (the gradient of SiLU, with five tensors in between), a GPU has one, too.
   library("_").fallback(CppFunction::makeFromBoxedFunction<&run>());
-  if (!replace) return;
   for (auto& name : Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto short_name = name.name.substr(6) +
         (name.overload_name.empty() ? "" : "." + name.overload_name);
     auto op = Dispatcher::singleton().findOp(name);
-    if (own.count(short_name) || !op || !op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
+    if (own.count(short_name) || !op) continue;
+    const bool composed = op->hasKernelForDispatchKey(DispatchKey::CPU) &&
+        op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+    if (!composed && !(replace && op->hasKernelForDispatchKey(DispatchKey::CUDA))) continue;
     aten.impl(short_name.c_str(), CppFunction::makeFromBoxedFunction<&run>());
   }
 }
