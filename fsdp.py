@@ -216,12 +216,17 @@ def replicate(model, reduce_dtype: torch.dtype = torch.float32):
 
 
 def find_units(model, blocks, min_params: int = 0):
-    """The units, inner before outer: the blocks. With min_params, by FSDP1's size-based
-    policy: any module with at least so many parameters that are in no unit yet. There tied
+    """The units, inner before outer: the blocks, and an embedding that is larger than one: in the
+    root it would be gathered for the whole step. With min_params, by FSDP1's size-based
+    policy: any module with at least so many parameters that are in no unit yet. Tied
     parameters stay in the root, since PyTorch refuses them in two units."""
-    if not min_params:
-        return list(blocks)
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
+    blocks = list(blocks)
+    if not min_params:
+        block_size = sum(p.numel() for p in blocks[0].parameters())
+        embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+        large = [m for m in embeddings if m.weight.numel() > block_size and m.weight not in tied]
+        return large + blocks
     units = []
 
     def visit(module):

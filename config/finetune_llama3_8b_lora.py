@@ -4,7 +4,7 @@
 # The base: 8.03 billion parameters, 2 bytes each, are 16.1 GB, 8.0 GB a GPU.
 # The adapters: 32 blocks * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
 # = 41.9M, 16 bytes each, are 0.7 GB.
-# On 2 GPUs the plan's peak is 12.5 GiB.
+# On 2 GPUs the plan's peak is 11.7 GiB.
 
 out_dir = 'out-llama3-8b-lora'
 init_from = 'meta-llama/Meta-Llama-3-8B'  # accept its license there first

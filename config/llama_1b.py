@@ -5,8 +5,8 @@
 # 16 blocks * (2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192) = 0.97 billion, 2 * 50,304 * 2048 =
 # 0.21 billion in embedding and head: 1.18. 16 bytes each (fp32 master, gradient, two moments) are
 # 18.9 GB, 2.4 GB a GPU on 8.
-# On 8 GPUs the plan's peak is 27.8 GiB.
-# With --gpu=H100 it plans 2.441 s a step and an MFU of 43.8%; 95,000 steps are 2.68 days.
+# On 8 GPUs the plan's peak is 27.6 GiB.
+# With --gpu=H100 it plans 2.442 s a step and an MFU of 43.8%; 95,000 steps are 2.68 days.
 
 out_dir = 'out-llama-1b'
 dataset = 'fineweb_edu'

@@ -18,9 +18,12 @@ import torch
 from harness import (
     HERE,
     Ranks,
+    arguments,
+    assert_same_weights,
     built,
     flags,
     launch,
+    losses,
     on_ranks,
     plain_model,
     read_ckpt,
@@ -34,6 +37,7 @@ from test_huggingface import make_hf
 from torch.nn import functional as F
 
 import checkpoint
+import fsdp
 import sample
 import train
 from configurator import load_config, resolve
@@ -225,6 +229,21 @@ def val_loss(model, data):
     x, y = files.batch(range(len(files)))
     logits = model(x).logits.detach()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
+
+
+@pytest.mark.parametrize("freeze", ["", "embed_tokens"])
+def test_llama_large_untied_embedding_is_a_unit_and_trains_as_on_one_rank(tmp, freeze):
+    """Two micro-batches a rank; and frozen, where backward never comes to it."""
+    sizes = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, n_inner=8, tie_embeddings=False)
+    with torch.device("meta"):
+        model = llama.Model(llama.ModelConfig(vocab_size=67, block_size=16, **sizes))
+    assert fsdp.find_units(model, model.blocks)[0] is model.model.embed_tokens
+    run = dict(model="llama", freeze=freeze, max_iters=4, gradient_accumulation_steps=4, **sizes)
+    outs = [os.path.join(tmp, f"untied-{world}-{freeze}") for world in (1, 2)]
+    for world, out in enumerate(outs, 1):
+        launch(world, arguments(tmp, out, **run))
+    assert losses(outs[1]) == pytest.approx(losses(outs[0]), rel=1e-5)
+    assert_same_weights(*(read_ckpt(out)["model"] for out in outs), 1e-4)
 
 
 def test_llama_from_hugging_face_and_back(tmp_path):

@@ -151,6 +151,7 @@ def test_tools_log_line_and_metrics(tmp, capsys):
             "peak_memory", "peak_reserved", "alloc_retries", "time_ms", "data_ms",
             "save_s", "save_stood_s", "wall_s"} == first.keys()
     assert first["lr"] == TINY["learning_rate"]
+    assert 0 < first["data_ms"] < first["time_ms"] and first["peak_reserved"] is None
 
 
 def plain_flops(frozen=0, unreached=0):
@@ -189,6 +190,19 @@ def test_tools_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, ca
     log.step(1, 4.0, 1.0, 1e-3, None, 0.75)
     rows = [(row["mfu"], row["time_ms"], row["wall_s"]) for row in read_metrics(tmp_path)]
     assert rows == [pytest.approx((0.1, 2e3, 2)), pytest.approx((0.05, 4e3, 6))]  # in all: 6 s
+    assert [row["data_ms"] for row in read_metrics(tmp_path)] == [500, 250]
+
+
+def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatch, capsys):
+    stats = {"reserved_bytes.all.peak": 3 * 2**30, "num_alloc_retries": 5}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(metrics, "peak_memory", lambda device: 2**30)
+    log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
+    log.world = World(device=torch.device("cuda"))
+    log.step(0, 4.0, 1.0, 1e-3, None, 0)
+    assert "mem 1.00GiB (3.00GiB reserved, 5 retries), " in capsys.readouterr().out
+    (row,) = read_metrics(tmp_path)
+    assert row["peak_reserved"] == 3 * 2**30 and row["alloc_retries"] == 5
 
 
 @pytest.mark.parametrize("name, peak", [

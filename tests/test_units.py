@@ -26,6 +26,19 @@ def test_units_by_size_leave_a_tied_embedding_in_the_root():
     assert fsdp.find_units(gpt, gpt.blocks, 4096) == expected
 
 
+@pytest.mark.parametrize("vocab_size, tied, is_unit", [
+    (9000, False, True), (9000, True, False), (200, False, False)])
+def test_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tied, is_unit):
+    from extras import llama  # a fork may have deleted it
+
+    sizes = dict(n_layer=2, n_head=2, n_kv_head=2, n_embd=16, n_inner=64)
+    with torch.device("meta"):
+        model = llama.Model(llama.ModelConfig(
+            vocab_size=vocab_size, tie_embeddings=tied, **sizes))
+    expected = [model.model.embed_tokens] * is_unit + list(model.blocks)
+    assert fsdp.find_units(model, model.blocks) == expected
+
+
 @pytest.mark.parametrize("n, fraction, expected", [
     (8, 0, []), (8, 0.25, [3, 7]), (8, 0.5, [1, 3, 5, 7]), (8, 1, [*range(8)]), (3, 0.5, [1])])
 def test_units_are_spread_over_the_depth(n, fraction, expected):
