@@ -25,6 +25,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import built, on_ranks, read_metrics, run_training, steps, tiny, values
 
 import checkpoint
@@ -313,7 +314,7 @@ WAYS = {
     "full": CHECKPOINTED,
     "activation_offload": dict(CHECKPOINTED, activation_offload=True),
     "muon": dict(ZERO3, optimizer="muon"),
-    "llama": dict(ZERO3, **LLAMA),
+    "llama": dict(ZERO3, **LLAMA | dict(n_inner=512), dtype="bfloat16"),
 }
 
 
@@ -381,3 +382,84 @@ def test_simgpu_copies_between_host_and_device_are_the_formulas(memory):
 def test_simgpu_a_save_waits_once_for_all_norms(memory):
     for way in ("ddp", "full_shard", "hybrid_shard", "muon"):
         assert [rank["asked"] for rank in values(memory, way)] == [1, 1]
+
+# ---------- time --------------------------------------------------------------
+
+# Slow enough that products, memory and collectives all count beside the shortest kernel.
+SLOW_GPU = "1:0.02:1"
+# How far the plan may be. It reduces DDP's gradients one by one, and of so small a model DDP sends
+# all of them at the end.
+TIMED = {"full_shard": 0.03, "shard_grad_op": 0.03, "hybrid_shard": 0.06, "ddp": 0.25}
+
+
+def clocked(way):
+    return {**LARGE, **WAYS[way], "dtype": "bfloat16", "device": "cuda"}
+
+
+def slow_cluster():
+    from extras import timing  # here: a fork may have deleted it
+
+    gpu = timing.find_gpu(SLOW_GPU)
+    return timing.Cluster(gpu, gpus_per_node=8, network=gpu.network)
+
+
+COLLECTIVES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+               "allreduce_": "all_reduce"}
+
+
+def price(name, tensors):
+    """Seconds of an operation of the simulated GPU, as the plan prices it."""
+    from extras import program, timing
+
+    size = max(t.nbytes for t in tensors)
+    moved = [(i, t.nbytes) for i, t in enumerate(tensors)]
+    op = program.Operation("aten." + name, "", 1, 0, moved, [])
+    op.width = tensors[0].itemsize
+    if name in COLLECTIVES:
+        op.event = program.Event(COLLECTIVES[name], "", "", 0, 1, size, dist.get_world_size())
+        op.size = size
+    elif name in ("mm", "bmm", "addmm"):
+        a, b = tensors[-3:-1]
+        op.flops = 2.0 * a.numel() * b.size(-1)
+    elif "scaled_dot_product" in name:
+        B, nh, T, hs = tensors[0].shape
+        op.flops = 2.0 * B * nh * T * T * hs * (2.5 if "backward" in name else 1)
+        op.head, op.length = hs, T
+    return timing.price(op, slow_cluster())
+
+
+def case_clock(tmp, way, device):
+    """Seconds of a step by the streams' clocks."""
+    library = torch.library.Library("simgpu", "IMPL")
+    for key in ("CPU", "CUDA"):
+        library.impl("price", price, key)
+    run = built(tmp, **clocked(way))
+    steps(run)
+    simgpu.device.simgpu_price(1)
+    torch.cuda.synchronize()
+    begin = simgpu.device.simgpu_seconds(torch.cuda.current_device(), 0)
+    steps(run, first=1)
+    torch.cuda.synchronize()
+    simgpu.device.simgpu_price(0)
+    return simgpu.device.simgpu_seconds(torch.cuda.current_device(), -1) - begin
+
+
+@pytest.fixture(scope="module")
+def clock(tmp):
+    pytest.importorskip("extras.timing")
+    return on_ranks(2, {way: (case_clock, dict(tmp=tmp, way=way, device="cuda")) for way in TIMED})
+
+
+@pytest.mark.parametrize("way", TIMED)
+def test_simgpu_a_step_takes_as_long_as_the_plan_says(tmp, clock, way, monkeypatch):
+    """Its clock goes by what FSDP2 and DDP ask for, operation by operation; the plan's by what was
+    rehearsed. Each operation has the same price."""
+    plan = pytest.importorskip("extras.plan").plan
+    world = World(size=2, device=torch.device("cuda"), local_size=2)
+    cfg = resolve(tiny(tmp, **clocked(way)), world, distributed=True)
+    machine = SimpleNamespace(
+        gpu_memory=math.inf, host_memory=math.inf, attention="flash2", cluster=slow_cluster(),
+        flops_per_token=1.0)
+    monkeypatch.setattr("extras.timing.TAKEN", 0.0)  # by collectives: the device does not know it
+    planned = plan(cfg, world, machine)["s/step"]
+    assert values(clock, way)[0] == pytest.approx(planned, rel=TIMED[way])
