@@ -156,9 +156,7 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{past + T} tokens do not fit block_size={self.config.block_size}")
         pos = torch.arange(past, past + T, device=idx.device)
-        tokens = self.transformer.wte(idx)  # (B, T, C)
-        positions = self.transformer.wpe(pos)  # (T, C)
-        x = tokens + positions
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         x = self.transformer.drop(x)
         for i, block in enumerate(self.blocks):
             x = block(x, None if cache is None else cache[i])

@@ -128,7 +128,7 @@ class Batches:
 
     def ready(self, x, y):
         """x and y on the device, and how many targets count."""
-        count = (y != -1).sum().item()
+        count = np.count_nonzero(y.numpy() != -1)
         if count == 0:
             # One target at least must stay: the mean of none is NaN. It has weight 0.
             y[0, 0] = 0

@@ -101,7 +101,7 @@ os._exit(0)
 
 def docstring_lines():
     with open(os.path.join(HERE, "fsdp.py")) as f:
-        block = re.search(r"your own\nproject:\n\n(.*?)\n\nA \*unit\*", f.read(), re.S)[1]
+        block = re.search(r"your own project:\n\n(.*?)\n\nA \*unit\*", f.read(), re.S)[1]
     return textwrap.dedent(block)
 
 
