@@ -133,6 +133,19 @@ def test_activations_selective_keeps_every_product(product):
     assert again.keys().isdisjoint(fsdp.PRODUCTS) and plain.keys() & fsdp.PRODUCTS
 
 
+def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix():
+    """Also the first of them, whose input needs no gradient."""
+    gpt, ran = plain_gpt(), Counter()
+    for name, p in gpt.named_parameters():
+        p.requires_grad_("h.1" in name or "h.2" in name)
+    for i, block in enumerate(gpt.blocks):
+        block.ln_1.register_forward_hook(lambda *args, i=i: ran.update([i]))
+    fsdp.checkpoint_activations(gpt.blocks, "full")
+    idx = torch.arange(32).view(2, 16)
+    gpt(idx, idx)[1].backward()
+    assert ran == {0: 1, 1: 2, 2: 2}
+
+
 # -----------------------------------------------------------------------------
 # DDP's gradients; the CPU's threads
 

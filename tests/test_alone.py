@@ -259,6 +259,24 @@ def case_model(meta, offload, freeze=0):
     return dict(kept=kept == list(before), rows=rows, norm=norm, state=state_of(model))
 
 
+def case_file_in_bf16():
+    """Two parameters from whole values of another dtype, which only rank 0 has: on every rank
+    the largest difference of its rows, or of its copy."""
+    layer = nn.Linear(12, 5)
+    fsdp.shard(layer, [], fsdp.make_mesh("cpu"))
+    plain = torch.zeros(5, 12)
+    whole = torch.arange(60.0).view(5, 12)
+    first = int(os.environ["RANK"]) * 3  # rows 0 to 2, and 3 to 4
+    found = []
+    for t in (layer.weight, plain):
+        given = whole.bfloat16() if first == 0 else None
+        fsdp.broadcast_full(t, given)
+        own = t.to_local() if t is layer.weight else t
+        expected = whole[first:first + 3] if t is layer.weight else whole
+        found.append((own - expected).abs().max().item())
+    return found
+
+
 MODELS = {
     "meta": dict(meta=True, offload=0.0),
     "meta, offloaded": dict(meta=True, offload=1.0),
@@ -312,7 +330,12 @@ def case_misuse():
 @pytest.fixture(scope="module")
 def found():
     cases = {name: (case_model, keys) for name, keys in MODELS.items()}
+    cases["bf16"] = (case_file_in_bf16, {})
     return on_ranks(2, {**cases, "misuse": (case_misuse, {})})
+
+
+def test_alone_a_file_in_bf16_fills_parameters_in_fp32_on_every_rank(found):
+    assert values(found, "bf16") == 2 * [[0, 0]]
 
 
 @pytest.mark.parametrize("name", MODELS)
