@@ -330,6 +330,24 @@ def test_timing_a_list_of_gpus_is_one_rehearsal(capsys, monkeypatch):
     assert any(line.startswith("full_shard: beyond 8 GPUs each one more") for line in lines)
 
 
+def test_timing_a_list_of_gpus_for_hybrid_shard_is_each_ones_own_plan(capsys):
+    """More GPUs are more copies: a rank keeps as many rows."""
+    argv = [*TIMED[:1], "--n_layer=2", "--strategy=hybrid_shard", "--shard_group_size=4",
+            "--gradient_accumulation_steps=32", "--batch_size=1", "--block_size=64"]
+    alone = row_of(command(capsys, *argv, "--world_size=16"), "hybrid_shard")
+    lines = command(capsys, *argv, "--world_size=8,16")
+    [grown] = [line.split() for line in lines if re.match(r"hybrid_shard +16 ", line)]
+    rates = [float(rate.replace(",", "")) for rate in (grown[5], alone["tok/s"])]
+    assert rates[0] == pytest.approx(rates[1], rel=0.01)
+
+
+def test_timing_the_limit_is_where_more_gpus_give_less_than_the_first(capsys):
+    plan.print_limit("ddp", {8: 800.0, 16: 1500.0, 32: 2716.0, 64: 3500.0})  # 100, then 87, 76, 24
+    assert capsys.readouterr().out.startswith("ddp: beyond 16 GPUs")
+    plan.print_limit("ddp", {8: 800.0, 16: 1500.0, 32: 2800.0})
+    assert capsys.readouterr().out == ""
+
+
 def test_timing_measured_sets_what_the_config_gives(capsys):
     lines = command(capsys, *TIMED, "--measured=50000", "--compile=False")
     assert float(row_of(lines)["tok/s"].replace(",", "")) == pytest.approx(50_000, abs=5)
