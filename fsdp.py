@@ -11,18 +11,19 @@ later), so you can copy it into your own project:
     shard(model, model.layers, mesh, param_dtype=torch.bfloat16, cpu_offload=0.25)
     for name, p in model.named_parameters():  # each rank draws all, and keeps its rows
         write_full(p, my_initial_value(name, p.shape))
-    optimizer = torch.optim.AdamW(model.parameters())  # before any forward: of its rows
+    optimizer = torch.optim.AdamW(model.parameters())  # of its rows, so before any forward
     for batches in steps:  # each rank has its own
         for i, (x, y) in enumerate(batches):
             set_grad_sync(model, is_last_micro_batch=i + 1 == len(batches))
             loss = my_loss(model(x), y) / len(batches)
-            loss.backward()  # gathers unit by unit, reduces gradients to their rows
+            loss.backward()  # gathers unit by unit, averages gradients, keeps its rows of them
         norm = clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     with inference(model):
         logits = model(x)  # on every rank, since it gathers
-    state = {name: gather_full(p) for name, p in model.named_parameters()}  # on rank 0
+    # All ranks call it. Rank 0 gets tensors, the others None.
+    state = {name: gather_full(p) for name, p in model.named_parameters()}
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
 their gradients reduced, in one collective. Hooks do it, so no line here shows it:
@@ -61,9 +62,9 @@ from torch.utils import checkpoint
 def make_mesh(device_type: str, shard_group_size: int = 0):
     """The ranks as a DeviceMesh (collective).
 
-    Its dimension is "shard": all ranks share one copy of the model. With a shard_group_size
-    there are two, "replicate" and "shard": so many neighbours share a copy, and each group
-    has one (hybrid sharding).
+    Its dimension is "shard": all ranks share one copy of the model. With shard_group_size=n
+    there are two (hybrid sharding). n neighbouring ranks share a copy: "shard". The groups
+    have equal copies: "replicate".
     """
     world_size = dist.get_world_size()
     shape, names = (world_size,), ("shard",)
@@ -90,9 +91,9 @@ def shard(
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
     In place (all ranks).
 
-    model: in fp32; what is frozen may be in bf16. Freeze it, checkpoint its activations and
-        compile its blocks before:
-        FSDP2 groups parameters by requires_grad, and its hooks must be outermost.
+    model: in fp32; what is frozen may be in bf16. Freeze before, since FSDP2 groups
+        parameters by requires_grad. Checkpoint activations and compile blocks before, since
+        FSDP2's hooks must be outermost.
         Parameters on the meta device get memory for this rank's rows, without values yet.
         Parameters that have values, in MyModel() or from_pretrained(), keep them. Every rank
         must hold the same ones, since it takes its own rows of them. So each process needs
@@ -104,7 +105,8 @@ def shard(
     param_dtype: to gather and compute in. Rows and optimizer state stay fp32.
     reduce_dtype: to add gradients up in, over the ranks. In bfloat16 FSDP2 may add them up
         over micro-batches in bf16 too: with hybrid sharding; and with every=False in
-        set_grad_sync, if param_dtype is bfloat16. 64 of them cost 1% of the gradient.
+        set_grad_sync, if param_dtype is bfloat16. After 64 micro-batches the gradient was 1%
+        off.
     reshard_after_forward: free a unit after its forward and gather it again for backward
         (ZeRO-3), or keep it until then (ZeRO-2).
     cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;
@@ -145,13 +147,13 @@ def shard(
         # The rows of an inner unit are there already, and stay where they are.
         materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
 
-    # 3) Say what to gather when. In backward FSDP2 gathers the unit before the current one,
-    # even if backward never comes to it.
+    # 3) Say what to gather when. In backward FSDP2 gathers the unit before the current one. Of
+    # a frozen unit that may be for nothing, since backward need not come to it.
     for unit in units:
         if not any(p.requires_grad for p in unit.parameters()):
             unit.register_forward_hook(gather_if_backward_comes)
-    # In forward it gathers a unit when its turn comes, and overlaps that with compute already
-    # launched on the GPU.
+    # In forward FSDP2 gathers a unit when its turn comes, beside compute that the GPU still
+    # has to do. prefetch_units gathers earlier.
     if prefetch_units:
         prefetch(model, units, prefetch_units)
 
@@ -192,8 +194,8 @@ def replicate(model, reduce_dtype: torch.dtype = torch.float32):
     reduce_dtype: to average gradients in; bfloat16 and float16 halve that traffic."""
     for p in model.parameters():
         if p.requires_grad:
-            # DDP makes it a view of its bucket. If it came later, from a micro-batch that
-            # reduces nothing, it would have memory of its own beside the bucket.
+            # DDP makes this gradient a view of its bucket. A gradient that came later, from a
+            # micro-batch that reduces nothing, would have memory of its own beside the bucket.
             p.grad = torch.zeros_like(p)
     device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
@@ -216,16 +218,16 @@ def replicate(model, reduce_dtype: torch.dtype = torch.float32):
 
 
 def find_units(model, blocks, min_params: int = 0):
-    """The units, inner before outer: the blocks, and an embedding that is larger than one: in the
+    """The units, inner before outer: the blocks, and an embedding larger than a block: in the
     root it would be gathered for the whole step. With min_params, by FSDP1's size-based
     policy: any module with at least so many parameters that are in no unit yet. Tied
     parameters stay in the root, since PyTorch refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
     blocks = list(blocks)
     if not min_params:
-        block_size = sum(p.numel() for p in blocks[0].parameters())
+        block_params = sum(p.numel() for p in blocks[0].parameters())
         embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-        large = [m for m in embeddings if m.weight.numel() > block_size and m.weight not in tied]
+        large = [m for m in embeddings if m.weight.numel() > block_params and m.weight not in tied]
         return large + blocks
     units = []
 
@@ -272,7 +274,8 @@ def gather_if_backward_comes(unit, args, output):
 def prefetch(model, units, n):
     """Before a unit's forward gather the next n as well; before its backward the n before."""
     chosen = set(units)
-    ordered = [module for module in model.modules() if module in chosen]  # as in forward
+    ordered = [module for module in model.modules() if module in chosen]
+    # That is the order of registration, and taken to be that of forward.
     for i, unit in enumerate(ordered):
         unit.set_modules_to_forward_prefetch(ordered[i + 1:i + 1 + n])
         unit.set_modules_to_backward_prefetch(ordered[max(0, i - n):i][::-1])
@@ -379,7 +382,7 @@ def compile_blocks(blocks):
 
 def autocast(wrapped, device_type: str, dtype: torch.dtype):
     """The compute type of a model that is whole. A sharded one's MixedPrecisionPolicy casts
-    by itself, and under autocast as well its norms would run in fp32 again."""
+    by itself, and autocast on top would put its norms back to fp32."""
     on = dtype != torch.float32 and not isinstance(wrapped, FSDPModule)
     return torch.autocast(device_type, dtype, enabled=on)
 
@@ -478,18 +481,18 @@ def gather_full(t):
     group = t.device_mesh.get_group("shard")
     ranks = dist.get_process_group_ranks(group)
     if ranks[0] > 0:
-        return None  # these share another copy
-    most = math.ceil(len(t) / len(ranks))
-    # Each rank sends as many rows, so some of them padding. They go through the device: rows in
-    # host memory have no NCCL.
+        return None  # the first group gathers; the others hold equal copies
+    per_rank = math.ceil(len(t) / len(ranks))
+    # Each rank sends as many rows, so some of them are padding. They are sent from the device:
+    # NCCL sends no host memory.
     own = t.to_local()
-    rows = own.new_zeros(most, *t.shape[1:], device=t.device_mesh.device_type)
+    rows = own.new_zeros(per_rank, *t.shape[1:], device=t.device_mesh.device_type)
     rows[:len(own)] = own
     if not is_rank0:
         dist.gather(rows, dst=0, group=group)
         return None
-    whole = rows.new_empty(len(ranks) * most, *t.shape[1:])
-    dist.gather(rows, list(whole.split(most)), dst=0, group=group)
+    whole = rows.new_empty(len(ranks) * per_rank, *t.shape[1:])
+    dist.gather(rows, list(whole.split(per_rank)), dst=0, group=group)
     return whole[:len(t)].cpu()
 
 
@@ -501,9 +504,9 @@ def write_full(t, full):
         t.copy_(full[:] if t.dim() else full)
         return
     ranks = t.device_mesh["shard"].size()
-    most = math.ceil(len(t) / ranks)  # rows of a rank; the last ones may have fewer
-    first = most * t.device_mesh.get_local_rank("shard")
-    t.to_local().copy_(full[first:first + most])
+    per_rank = math.ceil(len(t) / ranks)  # rows of a rank; the last ones may have fewer
+    first = per_rank * t.device_mesh.get_local_rank("shard")
+    t.to_local().copy_(full[first:first + per_rank])
 
 
 def broadcast_full(t, full):

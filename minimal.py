@@ -1,11 +1,11 @@
 """
-FSDP2 in sixty lines. A small GPT learns to write Python, from PyTorch's own source:
+FSDP2 in seventy lines of code. A small GPT learns to write Python, from PyTorch's own source:
 
     torchrun --standalone --nproc_per_node=2 minimal.py
 
 Each process (a rank) keeps its rows of every parameter. It has a whole block only while that
 block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py is these lines with
-options, and train.py is this step with everything that a run needs.
+options, and train.py has this step with accumulation, clipping and all that a run needs.
 """
 
 import os
@@ -42,7 +42,8 @@ fully_shard(model, mesh=mesh)  # the root: all the rest
 model.to_empty(device=device)
 for name, p in model.named_parameters():
     full = model.initial_value(name, p.shape, seed=1337)
-    full = full[:].to(device)
+    full = full[:].to(device)  # [a:b] would draw rows a to b alone, as fsdp.py does
+    # src_data_rank=None: nothing is sent, since every rank has the same values.
     rows = distribute_tensor(full, mesh, p.placements, src_data_rank=None)
     p.data.copy_(rows)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
@@ -70,7 +71,7 @@ own = sum(p.to_local().numel() for p in model.parameters())
 say(f"at rest it keeps {own:,} parameters, on {device}")
 hook = model.blocks[1].mlp.register_forward_hook(look)
 
-# 5) Train. Every rank draws the same 12 samples and takes its own of them.
+# 5) Train. Every rank draws the same 12 samples and takes its share, so `size` divides 12.
 with open(F.__file__, "rb") as f:
     tokens = torch.tensor(list(f.read()))  # a token is a byte
 for step in range(101):
@@ -81,7 +82,7 @@ for step in range(101):
     x = rows[:, :-1]
     y = rows[:, 1:]
     logits, loss = model(x, y)
-    loss.backward()  # gathers unit by unit, and reduces gradients to their rows
+    loss.backward()  # gathers unit by unit, averages gradients over ranks, keeps its rows of them
     optimizer.step()
     optimizer.zero_grad()
     if step % 20 == 0:
@@ -98,4 +99,4 @@ for name, p in model.state_dict().items():
 if rank == 0:
     torch.save(state, "out-minimal.pt")
 dist.barrier()
-os._exit(0)  # with gloo, one clean exit in ten aborts: see ranks.leave
+os._exit(0)  # gloo's threads abort one normal exit in ten: see ranks.leave

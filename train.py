@@ -1,6 +1,6 @@
 """
-Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. (minimal.py
-has one step of it, and nothing else.)
+Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. (minimal.py is
+this without accumulation, clipping, resuming and logs.)
 
     python train.py config/quickstart.py             # one process: CPU, one GPU, MPS
     torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --strategy=ddp
@@ -70,8 +70,8 @@ def meta_model(cfg):
         model = configurator.model_file(cfg.model).Model(configurator.model_config(cfg))
     for name, _ in model.named_buffers():
         raise SystemExit(
-            f"the model has a buffer, {name}: nobody would shard or fill it; compute it in "
-            "forward, or make it a parameter that does not train")
+            f"the model has a buffer, {name}, which has no values on the meta device; compute "
+            "it in forward, or make it a parameter that does not train")
     if cfg.lora_rank:
         lora = extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
         lora.adapt(model, cfg, DTYPES[cfg.frozen_dtype])
@@ -115,7 +115,7 @@ def parallelize(model, cfg, world):
             shard_group=group if sharded else 0,
             tokens=cfg.batch_size * cfg.block_size,
         )
-    # Inside of what is compiled and sharded: recomputation then finds the block gathered.
+    # Checkpoint first, then compile, then shard: recomputation then finds the block gathered.
     if cfg.activation_checkpointing != "none":
         fsdp.checkpoint_activations(
             model.blocks,
@@ -141,7 +141,8 @@ def parallelize(model, cfg, world):
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     for name in mesh.mesh_dim_names:
         group = mesh.get_group(name)
-        # PyTorch lets hybrid_shard's groups wait for 30 minutes. A rehearsal's never wait.
+        # PyTorch lets hybrid_shard's groups wait for 30 minutes. Those of extras/plan.py, which
+        # only rehearses a step, never wait.
         if dist.get_backend(group) != "fake":
             group.set_timeout(TIMEOUT)
         gathers = name == "shard" and cfg.checkpoint == "full"
@@ -210,7 +211,7 @@ def start(cfg, world):
     block_size = cfg.block_size
     cfg = configurator.with_model(cfg, before["model"], sizes, source.path)
     if not resumed or "block_size" in cfg.given:
-        # A context shorter than the source's saves memory. (`describe` says if nobody asked.)
+        # A context shorter than the source's saves memory. If nobody asked, `describe` says so.
         cfg = replace(cfg, block_size=min(block_size, cfg.block_size))
     if resumed:
         for key in ("optimizer", "lora_rank"):
@@ -278,14 +279,17 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
             every=cfg.grad_sync == "every",
             keep_gathered=cfg.strategy == "shard_grad_op" and cfg.grad_sync == "last",
         )
-        # Dropout: by micro-batch, not by rank, or masks would depend on the world size.
-        torch.manual_seed(derive_seed(cfg.seed, step, micro * world.size + world.rank))
+        # Dropout's seed: the number of this micro-batch among all ranks' of the step. So its
+        # masks do not depend on the world size.
+        number = micro * world.size + world.rank
+        torch.manual_seed(derive_seed(cfg.seed, step, number))
         x, y, weight = batch
         with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
             # Take the loss alone: a name for the logits would keep their memory.
             loss = wrapped(x, y)[1]
-        # FSDP and DDP average over ranks, and this over micro-batches. With the weights it is
-        # the mean over all targets of the step that count.
+        # FSDP and DDP average over ranks, and this over micro-batches. weight is how many
+        # targets count here, over the mean of all micro-batches of the step (data/loader.py).
+        # So the sum is the mean over all targets of the step that count.
         loss = loss * weight / accumulation
         # Fetch the next micro-batch now, while the GPU is still computing.
         if is_last:
@@ -296,8 +300,8 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         total_loss += loss.detach()
     scaler.unscale_(optimizer)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip)
-    # float16: if a gradient overflowed on any rank, all of them skip the step. DDP has the sum
-    # of gradients on each rank, and of DTensors PyTorch reduces the scaler's flag.
+    # float16: if a gradient overflowed on any rank, all of them skip the step. DDP's gradients
+    # are the same on all ranks, and of DTensors PyTorch reduces the scaler's flag.
     scaler.step(optimizer)
     scaler.update()
     # DDP's gradients are views of its buckets; fsdp.replicate says why they must stay.
@@ -308,7 +312,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
 
 def evaluate(wrapped, batches, cfg, world):
     """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers).
-    Of a mixture that is by the weights of its sets, and "split/NAME" has each one's."""
+    With several data sets it is their mean by weight, and "split/NAME" is each one's."""
     losses = {}
     with fsdp.inference(wrapped):
         for split in ("train", "val"):
@@ -346,7 +350,8 @@ def require_finite(value, what, step, cfg, saver):
 
 
 def save_is_due(step, cfg, evaluated, improved):
-    """By the clock of save_interval, else at evaluations; and whenever one has to stay."""
+    """By the clock of save_interval, else at evaluations. Always for one that is to be kept: at
+    a milestone, or the best."""
     if cfg.save_interval:
         due = step % cfg.save_interval == 0 or step >= cfg.max_iters
     else:
