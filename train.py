@@ -70,7 +70,7 @@ def meta_model(cfg):
         model = configurator.model_file(cfg.model).Model(configurator.model_config(cfg))
     for name, _ in model.named_buffers():
         raise SystemExit(
-            f"the model has a buffer, {name}, which has no values on the meta device; compute "
+            f"the model has a buffer, {name}: it has no values on the meta device; compute "
             "it in forward, or make it a parameter that does not train")
     if cfg.lora_rank:
         lora = extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
