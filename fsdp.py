@@ -114,29 +114,30 @@ def shard(
     prefetch_units: gather so many ahead. 0 leaves it to FSDP2, which gathers one ahead in
         backward only; 2 or more cost memory.
     """
-    require_buffers(model)
+    refuse_meta_buffers(model)
     units = list(units)
-    offloaded = spread(units, cpu_offload)
+    offloaded = evenly(units, cpu_offload)
     if cpu_offload == 1:
         offloaded.append(model)
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     on_device = OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    common = dict(mesh=mesh, mp_policy=precision)
 
     # 1) Shard the units, and then the root, which takes all the rest.
     for unit in units:
         fully_shard(
             unit,
+            mesh=mesh,
+            mp_policy=precision,
             reshard_after_forward=reshard_after_forward,
             offload_policy=on_host if unit in offloaded else on_device,
-            **common,
         )
     fully_shard(
         model,
+        mesh=mesh,
+        mp_policy=precision,
         reshard_after_forward=False,  # backward begins with the root
         offload_policy=on_host if model in offloaded else on_device,
-        **common,
     )
     # All ranks must reduce the same gradients. If a micro-batch leaves a parameter without
     # one on some rank (an expert that got no token), that rank contributes zeros.
@@ -161,15 +162,15 @@ def shard(
 def allocate(model, device):
     """For one process, or before `replicate`: parameters on the meta device get memory for
     all of them, without values yet. What has values moves to the device."""
-    require_buffers(model)
+    refuse_meta_buffers(model)
     materialize(model, device)
     for t in (*model.parameters(), *model.buffers()):
         t.data = t.to(device)
 
 
 def materialize(module, device):
-    """Memory for the parameters that are on the meta device. (Module.to_empty would overwrite
-    buffers, and untie tied parameters.)"""
+    """Memory for the parameters that are on the meta device. (minimal.py's to_empty would
+    overwrite buffers, and untie tied parameters.)"""
     made = {}  # {parameter on meta: what takes its place}
     for inner in module.modules():
         for name, p in list(inner.named_parameters(recurse=False)):
@@ -180,7 +181,7 @@ def materialize(module, device):
                 setattr(inner, name, made[p])
 
 
-def require_buffers(model):
+def refuse_meta_buffers(model):
     """ValueError if a buffer has no values: nobody here could know them."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -256,7 +257,7 @@ def tied_names(model):
     return [group for group in names.values() if len(group) > 1]
 
 
-def spread(units, fraction):
+def evenly(units, fraction):
     """A fraction of the units, evenly spread, so that their copies overlap with the compute
     of the others: unit i is chosen if the running total of `fraction` passes an integer."""
     # 1e-9: a total that should be an integer may lie below it by a rounding error.
@@ -327,12 +328,12 @@ def checkpoint_activations(
             checkpoint.create_selective_checkpoint_contexts, keep_products)
     for block in blocks:
         # Replace forward: a wrapper module would change the parameters' names.
-        block.forward = partial(recompute, block, block.forward, options)
+        block.forward = partial(checkpointed, block, block.forward, options)
         if offload_to_host:
             block.forward = partial(offload_saved, block.forward, pin_memory)
 
 
-def recompute(block, forward, options, *args, **kwargs):
+def checkpointed(block, forward, options, *args, **kwargs):
     """forward, checkpointed if backward will come to it. It does not come to frozen blocks
     before the first one that trains; torch 2.13 could not compile their checkpoints."""
     tensors = (*args, *kwargs.values(), *block.parameters())
@@ -472,12 +473,12 @@ def reshard(wrapped):
 
 
 def gather_full(t):
-    """The whole of t in rank 0's host memory, None on the other ranks (collective)."""
+    """The whole of t in rank 0's host memory, None on the other ranks (collective). For
+    minimal.py's t.full_tensor(): there every rank holds the whole, and it takes twice as long."""
     t = t.detach()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):
         return t.to("cpu", copy=True) if is_rank0 else None
-    # Not DTensor.full_tensor: every rank would hold the whole, and it takes twice as long.
     group = t.device_mesh.get_group("shard")
     ranks = dist.get_process_group_ranks(group)
     if ranks[0] > 0:
@@ -497,8 +498,9 @@ def gather_full(t):
 
 
 def write_full(t, full):
-    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows: full
-    may be anything that returns rows a to b as full[a:b]."""
+    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows. For
+    minimal.py's distribute_tensor, which needs all of them: full may be anything that returns
+    rows a to b as full[a:b]."""
     t = t.detach()
     if not isinstance(t, DTensor):
         t.copy_(full[:] if t.dim() else full)

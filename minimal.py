@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 
 # 1) The mesh: the ranks that share one copy of the model.
-dist.init_process_group()  # torchrun has told each rank its number
-rank = dist.get_rank()
-size = dist.get_world_size()
+rank = int(os.environ["RANK"])  # torchrun tells each process its place
+size = int(os.environ["WORLD_SIZE"])
 device = "cuda" if torch.cuda.device_count() >= size else "cpu"
 if device == "cuda":
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank)  # before anything else
+dist.init_process_group()
 mesh = dist.init_device_mesh(device, (size,))
 
 # 2) The model on the meta device: names and shapes, no memory.

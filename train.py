@@ -18,7 +18,6 @@ import sys
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 import checkpoint
 import configurator
@@ -28,16 +27,7 @@ from data.loader import Batches, data_dir, read_meta
 from metrics import Log, describe, require_packages
 from model import derive_seed
 from optimizer import allocate_state, learning_rate_at, make_adamw
-from ranks import (
-    TIMEOUT,
-    StopSignal,
-    all_reduce_mean_,
-    connect,
-    from_rank0,
-    print0,
-    run,
-    setup,
-)
+from ranks import StopSignal, all_reduce_mean_, connect, from_rank0, print0, run, setup
 
 # ---------- build: model, strategy, optimizer, values -------------------------
 
@@ -98,9 +88,33 @@ def freeze(model, pattern):
 
 def parallelize(model, cfg, world):
     """What the keys mean: apply them to a model on the meta device, in place, and allocate
-    its parameters, without values. Returns the module to call (all ranks)."""
-    sharded = cfg.strategy in SHARDED
-    on_gpu = world.device.type == "cuda"
+    its parameters, without values. Returns the module to call (all ranks).
+
+    The order matters: recomputation then finds its block gathered, and FSDP2's hooks are
+    outside of what is compiled."""
+    change_arithmetic(model, cfg, world)
+    fsdp.checkpoint_activations(
+        model.blocks,
+        cfg.activation_checkpointing,
+        offload_to_host=cfg.activation_offload,
+        pin_memory=world.device.type == "cuda",
+    )
+    if cfg.strategy in SHARDED:
+        if cfg.compile:
+            compile_parts(model)
+        shard(model, cfg, world)
+        return model
+    fsdp.allocate(model, world.device)
+    wrapped = model
+    if cfg.strategy == "ddp":
+        wrapped = fsdp.replicate(model, DTYPES[cfg.reduce_dtype])
+    if cfg.compile:
+        wrapped.compile(dynamic=False)  # with DDP, at whose buckets the graph is then cut
+    return wrapped
+
+
+def change_arithmetic(model, cfg, world):
+    """The loss in pieces; products in float8."""
     if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
         raise SystemExit(
             f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that goes by "
@@ -112,41 +126,23 @@ def parallelize(model, cfg, world):
         float8.convert(
             model,
             world.device.type,
-            shard_group=group if sharded else 0,
+            shard_group=group if cfg.strategy in SHARDED else 0,
             tokens=cfg.batch_size * cfg.block_size,
         )
-    # Checkpoint first, then compile, then shard: recomputation then finds the block gathered.
-    if cfg.activation_checkpointing != "none":
-        fsdp.checkpoint_activations(
-            model.blocks,
-            cfg.activation_checkpointing,
-            offload_to_host=cfg.activation_offload,
-            pin_memory=on_gpu,
-        )
 
-    if not sharded:
-        fsdp.allocate(model, world.device)
-        wrapped = model
-        if cfg.strategy == "ddp":
-            wrapped = fsdp.replicate(model, DTYPES[cfg.reduce_dtype])
-        if cfg.compile:
-            wrapped.compile(dynamic=False)  # with DDP, at whose buckets the graph is then cut
-        return wrapped
 
-    if cfg.compile:
-        # Block by block, then the loss: FSDP's hooks would break a graph of everything.
-        fsdp.compile_blocks(model.blocks)
-        if hasattr(model, "head_loss"):
-            model.head_loss = torch.compile(model.head_loss, dynamic=False)
+def compile_parts(model):
+    """Block by block, then the loss: FSDP's hooks would break a graph of everything."""
+    fsdp.compile_blocks(model.blocks)
+    if hasattr(model, "head_loss"):
+        model.head_loss = torch.compile(model.head_loss, dynamic=False)
+
+
+def shard(model, cfg, world):
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     for name in mesh.mesh_dim_names:
-        group = mesh.get_group(name)
-        # PyTorch lets hybrid_shard's groups wait for 30 minutes. Those of extras/plan.py, which
-        # only rehearses a step, never wait.
-        if dist.get_backend(group) != "fake":
-            group.set_timeout(TIMEOUT)
         gathers = name == "shard" and cfg.checkpoint == "full"
-        connect(group, world.device, gathers)
+        connect(mesh.get_group(name), world.device, gathers)
     fsdp.shard(
         model,
         fsdp.find_units(model, model.blocks, cfg.wrap_min_params),
@@ -157,7 +153,6 @@ def parallelize(model, cfg, world):
         cpu_offload=cfg.cpu_offload,
         prefetch_units=cfg.prefetch_blocks,
     )
-    return model
 
 
 def unwrap(wrapped):
@@ -260,7 +255,8 @@ def open_source(cfg, world):
 
 
 def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
-    """Accumulate, clip, update (all ranks). `batch` is the step's first micro-batch.
+    """Accumulate, clip, update (all ranks): the loop of fsdp.py's header, with a learning
+    rate, seeds, masks and float16's scale. `batch` is the step's first micro-batch.
 
     Returns this rank's loss, whose mean over ranks is the step's; the global norm of the
     gradients before clipping; and the first micro-batch of step + 1. The first two are 0-d
@@ -269,10 +265,10 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches a rank
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
-    total_loss = torch.zeros((), device=world.device)
+    step_loss = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
-        # By default ("auto") DDP reduces after the last micro-batch, FSDP2 after each.
+        # configurator.resolve has made "auto" "last" for DDP, and "every" for FSDP2.
         fsdp.set_grad_sync(
             wrapped,
             is_last,
@@ -297,7 +293,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         else:
             batch = batches.train(step, micro + 1)
         scaler.scale(loss).backward()
-        total_loss += loss.detach()
+        step_loss += loss.detach()
     scaler.unscale_(optimizer)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip)
     # float16: if a gradient overflowed on any rank, all of them skip the step. DDP's gradients
@@ -307,7 +303,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     # DDP's gradients are views of its buckets; fsdp.replicate says why they must stay.
     keep_buckets = cfg.strategy == "ddp" and accumulation > 1
     optimizer.zero_grad(set_to_none=not keep_buckets)
-    return total_loss, norm, batch
+    return step_loss, norm, batch
 
 
 def evaluate(wrapped, batches, cfg, world):

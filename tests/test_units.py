@@ -42,8 +42,8 @@ def test_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tie
 @pytest.mark.parametrize("n, fraction, expected", [
     (8, 0, []), (8, 0.25, [3, 7]), (8, 0.5, [1, 3, 5, 7]), (8, 1, [*range(8)]), (3, 0.5, [1])])
 def test_units_are_spread_over_the_depth(n, fraction, expected):
-    assert fsdp.spread([*range(n)], fraction) == expected
-    assert len(fsdp.spread(range(100), 0.29)) == 29  # 100 * 0.29 is below 29, by rounding
+    assert fsdp.evenly([*range(n)], fraction) == expected
+    assert len(fsdp.evenly(range(100), 0.29)) == 29  # 100 * 0.29 is below 29, by rounding
 
 
 def test_units_ahead_are_in_the_order_of_their_forward():
