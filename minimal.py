@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 
-# 1) The mesh: the ranks that share one copy of the model.
+# 1) The mesh: the ranks that split one copy of the model.
 rank = int(os.environ["RANK"])  # torchrun tells each process its place
 size = int(os.environ["WORLD_SIZE"])
 device = "cuda" if torch.cuda.device_count() >= size else "cpu"
@@ -60,15 +60,16 @@ def look(*args):
     for p in model.parameters():
         if not isinstance(p, DTensor):
             whole += p.numel()
-    say(f"while block 1 runs, it has {whole:,} whole: those of block 1 and the root")
+    say(f"while block 1 runs, it also holds {whole:,} gathered: all of block 1 and of the root")
     hook.remove()
 
 
 p = model.blocks[1].mlp.c_fc.weight
 rows = p.to_local()
-say(f"of c_fc.weight, {tuple(p.shape)}, rank 0 of {size} keeps {tuple(rows.shape)}")
+say(f"c_fc.weight is {tuple(p.shape)}, and rank 0 of {size} keeps {tuple(rows.shape)} of it")
 own = sum(p.to_local().numel() for p in model.parameters())
-say(f"at rest it keeps {own:,} parameters, on {device}")
+total = sum(p.numel() for p in model.parameters())
+say(f"at rest rank 0 keeps {own:,} of {total:,} parameters, on {device}")
 hook = model.blocks[1].mlp.register_forward_hook(look)
 
 # 5) Train. Every rank draws the same 12 samples and takes its share, so `size` divides 12.

@@ -158,8 +158,10 @@ def test_minimal_trains_as_one_process(tmp_path):
     rows = sum(math.ceil(len(q) / 3) * q[0].numel() for q in model.parameters())
     block = sum(q.numel() for q in model.blocks[1].parameters())
     root = (256 + 64 + 1) * 128  # tokens, positions, the last norm
-    assert "(512, 128), rank 0 of 3 keeps (171, 128)" in p.stdout
-    assert f"keeps {rows:,} parameters" in p.stdout and f"{block + root:,} whole" in p.stdout
+    total = sum(q.numel() for q in model.parameters())
+    assert "(512, 128), and rank 0 of 3 keeps (171, 128)" in p.stdout
+    assert f"keeps {rows:,} of {total:,} parameters" in p.stdout
+    assert f"{block + root:,} gathered" in p.stdout
 
     for name, q in model.named_parameters():
         q.data.copy_(model.initial_value(name, q.shape, 1337)[:])
