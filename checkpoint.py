@@ -20,6 +20,7 @@ last complete checkpoint. Nothing in a checkpoint can run code.
 """
 
 import json
+import math
 import os
 import pickle
 import re
@@ -438,9 +439,9 @@ class Saver:
     def claim(self, cfg, source, resumed=False):
         """From here on this run writes there. A resumed one goes on under the id of its
         checkpoint. Another renames the directory of an earlier run, whole."""
+        self.cfg = cfg
         if self.eval_only:
             return
-        self.cfg = cfg
         self.run_id = from_rank0(self.world, lambda: self.new_run(source, resumed))
         # Hugging Face's files that an export needs.
         self.kept = source.header.get("kept") if source else None
@@ -463,6 +464,27 @@ class Saver:
                 os.makedirs(self.out_dir)
                 print(f"{self.out_dir} had an earlier run; moved it to {aside}", flush=True)
         return run_id
+
+    def is_due(self, step, evaluated, improved):
+        """By the clock of save_interval, else at evaluations. Always if this one is to be kept:
+        a milestone, or the best."""
+        cfg = self.cfg
+        if cfg.save_interval:
+            due = step % cfg.save_interval == 0 or step >= cfg.max_iters
+        else:
+            due = evaluated and cfg.always_save_checkpoint
+        is_best = improved and not cfg.always_save_checkpoint
+        return due or is_best or is_milestone(step, cfg)
+
+    def require_finite(self, loss, what, step):
+        """SystemExit if it is not. All ranks have the same loss, so all of them stop, and none
+        saves."""
+        if not math.isfinite(loss):
+            self.look(wait=True)  # one that is being written is of an earlier step, and good
+            raise SystemExit(
+                f"{what} is {loss} at step {step}: lower learning_rate (now "
+                f"{self.cfg.learning_rate}), or try dtype=float32 (now {self.cfg.dtype}); the "
+                f"last checkpoint in {self.cfg.out_dir} is untouched")
 
     def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
         """Write a full one; or out_dir/step-<n> in the background, as soon as the rows are

@@ -36,8 +36,10 @@ import torch.distributed as dist
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
-SHARDED = ("shard_grad_op", "full_shard", "hybrid_shard")
-STRATEGIES = ("single", "ddp") + SHARDED
+STRATEGIES = ("single", "ddp", "shard_grad_op", "full_shard", "hybrid_shard")
+SHARDED = STRATEGIES[2:]  # by FSDP2
+KEEPS_GATHERED = ("shard_grad_op",)  # each unit from its forward to its backward
+IN_GROUPS = ("hybrid_shard",)  # of ranks: each group has a copy of its own
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -375,7 +377,7 @@ def resolve(cfg, world, distributed=None):
                 f"{world.device.type}, {world.size} processes: {remedy}")
     if cfg.grad_sync == "auto":
         cfg = replace(cfg, grad_sync="last" if cfg.strategy == "ddp" else "every")
-    if cfg.strategy == "hybrid_shard" and not cfg.shard_group_size:
+    if cfg.strategy in IN_GROUPS and not cfg.shard_group_size:
         cfg = replace(cfg, shard_group_size=world.local_size)
     return cfg
 
@@ -386,7 +388,7 @@ def conflicts(cfg, world, distributed):
     kind = world.device.type
     single = cfg.strategy == "single"
     group = cfg.shard_group_size or world.local_size
-    uneven_groups = cfg.strategy == "hybrid_shard" and size % group
+    uneven_groups = cfg.strategy in IN_GROUPS and size % group
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside of what is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
@@ -432,7 +434,7 @@ def conflicts(cfg, world, distributed):
         "prefetch_blocks": SHARDED,
         "reduce_dtype": parallel,
         "grad_sync": parallel,
-        "shard_group_size": ("hybrid_shard",),
+        "shard_group_size": IN_GROUPS,
     }
     for key, strategies in only.items():
         default = getattr(Config, key)

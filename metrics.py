@@ -2,8 +2,8 @@
 What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
 wandb and TensorBoard if you ask for them.
 
-    log = Log(cfg, world, saver.out_dir, saver.run_id, step)    # no run_id: only print
-    log.count_flops(model)                   # a model on the meta device
+    flops = step_flops(model, cfg, world)     # for MFU, while the model is on the meta device
+    log = Log(cfg, world, saver.out_dir, saver.run_id, step, flops)  # no run_id: only print
     log.step(step, loss, norm, lr, scale, s)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
 
@@ -61,6 +61,18 @@ def peak_flops(device):
     name = torch.cuda.get_device_name(device)
     name = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     return PEAK_FLOPS.get(name)
+
+
+def step_flops(model, cfg, world):
+    """FLOPs of a step of all ranks, for MFU: 0 where the device's peak is not known. To count
+    them takes as long as several steps of a small model."""
+    if not peak_flops(world.device):
+        return 0
+    return flops_per_token(model, world) * tokens_per_step(cfg)
+
+
+def tokens_per_step(cfg):
+    return cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
 
 
 def flops_per_token(model, world):
@@ -142,7 +154,7 @@ def describe(cfg, model, batches, source, world):
 
 
 class Log:
-    def __init__(self, cfg, world, out_dir, run_id, step):
+    def __init__(self, cfg, world, out_dir, run_id, step, flops=0):
         self.max_iters = cfg.max_iters
         self.world = world
         self.run_id = run_id
@@ -150,9 +162,9 @@ class Log:
         self.data_seconds = 0
         self.save = NO_SAVE
         self.started = self.since = time.time()
-        self.tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+        self.tokens = tokens_per_step(cfg)
         self.peak_flops = peak_flops(world.device)
-        self.flops = 0  # of a step; see count_flops
+        self.flops = flops
         if world.device.type == "cuda":
             # What a step takes, not what building the model took.
             torch.cuda.reset_peak_memory_stats(world.device)
@@ -172,12 +184,6 @@ class Log:
         if cfg.tensorboard:
             module = package("torch.utils.tensorboard", "tensorboard=True")
             self.tensorboard = module.SummaryWriter(out_dir, purge_step=step or None)
-
-    def count_flops(self, model):
-        """For MFU, so only where the device's peak is known: it takes as long as several
-        steps of a small model. model: on the meta device."""
-        if self.peak_flops:
-            self.flops = flops_per_token(model, self.world) * self.tokens
 
     @contextmanager
     def paused(self):

@@ -1,11 +1,11 @@
 """
-FSDP2 in seventy lines of code. A small GPT learns to write Python, from PyTorch's own source:
+FSDP2 in under seventy lines of code. A small GPT learns Python from PyTorch's own source:
 
     torchrun --standalone --nproc_per_node=2 minimal.py
 
-Each process (a rank) keeps its rows of every parameter. It has a whole block only while that
-block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py is these lines with
-options, and train.py has this step with accumulation, clipping and all that a run needs.
+Each process (a rank) keeps its rows of every parameter. It has a whole block only while
+that block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py is the same
+lines with options, and train.py the same step with everything a run needs.
 """
 
 import os
@@ -14,18 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 
-# 1) The mesh: the ranks that split one copy of the model.
-rank = int(os.environ["RANK"])  # torchrun tells each process its place
-size = int(os.environ["WORLD_SIZE"])
+# 1) The mesh: the ranks that share one copy of the model. Making it connects them, and gives
+#    each its GPU.
+size = int(os.environ["WORLD_SIZE"])  # torchrun tells each process
 device = "cuda" if torch.cuda.device_count() >= size else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(rank)  # before anything else
-dist.init_process_group()
 mesh = dist.init_device_mesh(device, (size,))
+rank = mesh.get_rank()
 
 # 2) The model on the meta device: names and shapes, no memory.
 config = GPTConfig(block_size=64, vocab_size=256, n_layer=4, n_head=4, n_embd=128)
@@ -37,59 +34,62 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)  # the root: all the rest
 
-# 4) Only now is there memory, for this rank's rows. Every rank draws the same values and
-#    keeps its rows of them.
+# 4) Only now is there memory, for this rank's rows. Every rank draws the same initial
+#    values, and keeps its rows of them. (full[a:b] draws less; fsdp.py does that.)
 model.to_empty(device=device)
 for name, p in model.named_parameters():
     full = model.initial_value(name, p.shape, seed=1337)
-    full = full[:].to(device)  # [a:b] would draw rows a to b alone, as fsdp.py does
-    # src_data_rank=None: nothing is sent, since every rank has the same values.
-    rows = distribute_tensor(full, mesh, p.placements, src_data_rank=None)
+    # src_data_rank=None: send nothing.
+    rows = distribute_tensor(full[:], mesh, p.placements, src_data_rank=None)
     p.data.copy_(rows)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
 
 
-def say(line):
+def print0(line):
     if rank == 0:
         print(line, flush=True)
 
 
 def look(*args):
-    """Called in block 1. What is sharded is a DTensor, what is gathered a plain tensor."""
-    whole = 0
+    """Called in block 1. A sharded parameter is a DTensor, a gathered one a plain tensor."""
+    gathered = 0
     for p in model.parameters():
         if not isinstance(p, DTensor):
-            whole += p.numel()
-    say(f"while block 1 runs, it also holds {whole:,} gathered: all of block 1 and of the root")
+            gathered += p.numel()
+    print0(f"while block 1 runs, it also holds {gathered:,} gathered: "
+           "all of block 1 and of the root")
     hook.remove()
 
 
-p = model.blocks[1].mlp.c_fc.weight
-rows = p.to_local()
-say(f"c_fc.weight is {tuple(p.shape)}, and rank 0 of {size} keeps {tuple(rows.shape)} of it")
+mlp = model.blocks[1].mlp
+p = mlp.c_fc.weight
+print0(f"c_fc.weight has {len(p)} rows, "
+       f"and rank 0 of {size} keeps {len(p.to_local())} of them")
 own = sum(p.to_local().numel() for p in model.parameters())
 total = sum(p.numel() for p in model.parameters())
-say(f"at rest rank 0 keeps {own:,} of {total:,} parameters, on {device}")
-hook = model.blocks[1].mlp.register_forward_hook(look)
+print0(f"at rest rank 0 keeps {own:,} of {total:,} parameters, on {device}")
+hook = mlp.register_forward_hook(look)
 
-# 5) Train. Every rank draws the same 12 samples and takes its share, so `size` divides 12.
-with open(F.__file__, "rb") as f:
-    tokens = torch.tensor(list(f.read()))  # a token is a byte
+# 5) Train. Every rank draws the same 12 samples and takes its share: `size` divides 12.
+with open(torch.__file__, "rb") as f:
+    source = f.read()
+text = torch.tensor(list(source))  # a token is a byte
 for step in range(101):
     torch.manual_seed(step)
-    starts = torch.randint(len(tokens) - 64, (12, 1))
+    starts = torch.randint(len(text) - 64, (12, 1))
     starts = starts.tensor_split(size)[rank]
-    rows = tokens[starts + torch.arange(65)].to(device)
-    x = rows[:, :-1]
-    y = rows[:, 1:]
+    tokens = text[starts + torch.arange(65)]  # (12 / size, 65)
+    tokens = tokens.to(device)
+    x = tokens[:, :-1]
+    y = tokens[:, 1:]
     logits, loss = model(x, y)
-    loss.backward()  # gathers unit by unit, averages gradients over ranks, keeps its rows of them
+    loss.backward()  # gathers a unit, averages its gradients over ranks, keeps its rows
     optimizer.step()
     optimizer.zero_grad()
     if step % 20 == 0:
         mean = loss.detach() / size
         dist.all_reduce(mean)
-        say(f"step {step}: loss {mean:.3f}")
+        print0(f"step {step}: loss {mean:.3f}")
 
 # 6) A checkpoint: all ranks gather each parameter, and rank 0 keeps it.
 state = {}

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness import (
+    WAYS,
     assert_same_weights,
     heard,
     on_ranks,
@@ -46,7 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fsdp
 import model
 import train
-from configurator import SHARDED
+from configurator import IN_GROUPS, KEEPS_GATHERED, SHARDED
 from model import GPT, GPTConfig
 
 # This file is a model file too: --model=test_fsdp is a GPT with a head of its own, which must stay
@@ -69,8 +70,8 @@ DDP = dict(strategy="ddp")
 ZERO2 = dict(strategy="shard_grad_op")
 ZERO3 = dict(strategy="full_shard")
 HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
-STRATEGIES = [(2, DDP), (2, ZERO2), (2, ZERO3), (4, HYBRID)]  # most shows at two ranks
-AT_TWO = ["ddp", "shard_grad_op", "full_shard"]
+STRATEGIES = [*WAYS.values()]
+AT_TWO = [keys["strategy"] for world, keys in STRATEGIES if world == 2]
 
 
 def case(*rows):
@@ -113,7 +114,7 @@ def local(t):
 
 FREEZE = r"wte|h\.0\.(ln_1|mlp)"  # parts of units: frozen and trained parameters are mixed
 FACTORS = dict(
-    strategy=["ddp", "shard_grad_op", "full_shard", "hybrid_shard"], grad_sync=["every", "last"],
+    strategy=[*WAYS], grad_sync=["every", "last"],
     activation_checkpointing=["none", "full", "selective"], activation_offload=[False, True],
     cpu_offload=[0.0, 0.5, 1.0], wrap_min_params=[0, 2000], prefetch_blocks=[0, 1, 2],
     freeze=["", FREEZE], grad_clip=[0.0, 0.5], loss_chunks=[0, 3])  # compile: tests/test_compile.py
@@ -159,7 +160,7 @@ run_case(3, "shard_grad_op-3", **ZERO2, grad_sync="last")
 SHORT = dict(max_iters=3, eval_interval=3)
 for i, keys in enumerate(pairwise()):
     # without biases: Adam blows the rounding noise of LayerNorm's bias up to 1.3e-5
-    world, group = (4, 2) if keys["strategy"] == "hybrid_shard" else (2, 0)
+    world, group = (4, 2) if keys["strategy"] in IN_GROUPS else (2, 0)
     run_case(world, f"pair{i}", **keys, **SHORT, shard_group_size=group, bias=False)
 for keys in (DDP, ZERO3):
     run_case(2, f"untied-{keys['strategy']}", **keys, **SHORT, model="test_fsdp")
@@ -252,7 +253,7 @@ def test_mechanisms_of_sharding(ranks, world, strategy):
             assert r[key] == [], key
         root = ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight",
                 "transformer.ln_f.bias"]
-        if strategy == "shard_grad_op":
+        if strategy in KEEPS_GATHERED:
             assert len(r["inside"]) > len(root)  # ZeRO-2: blocks stay gathered after forward ...
         else:
             assert r["inside"] == root  # ... ZeRO-3: they are resharded, the root is not
@@ -264,8 +265,8 @@ OPTIONS = {"plain": {}, "bf16": dict(dtype="bfloat16"), "reduce": dict(reduce_dt
            "frozen": dict(freeze=r"wte|wpe|h\.0\.")}
 TRAFFIC = {}  # (strategy, grad_sync, option): (world, name, kwargs)
 for (world, keys), sync, option in itertools.product(STRATEGIES, ("every", "last"), OPTIONS):
-    some = {"ddp": ("plain", "frozen"), "hybrid_shard": ("plain",)}.get(keys["strategy"], OPTIONS)
-    if option in some:
+    some = {"ddp": ("plain", "frozen")}.get(keys["strategy"], OPTIONS)
+    if option in some and (option == "plain" or keys["strategy"] not in IN_GROUPS):
         name = f"coll-{keys['strategy']}-{sync}-{option}"
         kwargs = dict(**keys, grad_sync=sync, **OPTIONS[option])
         TRAFFIC[keys["strategy"], sync, option] = world, name, kwargs
@@ -337,7 +338,7 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
     if option == "frozen":
         gathered, trained = units + blocks - 1, units - 1
     times = micro
-    if strategy == "shard_grad_op":
+    if strategy in KEEPS_GATHERED:
         gathered, times = units, sync
     names = [name for name, *_ in r["traffic"]]
     assert names.count("all_gather") == gathered * times

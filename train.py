@@ -12,7 +12,6 @@ Config files are Python assignments. Files and --key=value flags apply left to r
 the last wins.
 """
 
-import math
 import re
 import sys
 from dataclasses import replace
@@ -22,9 +21,9 @@ import torch
 import checkpoint
 import configurator
 import fsdp
-from configurator import DTYPES, SHARDED, extra
+from configurator import DTYPES, KEEPS_GATHERED, SHARDED, extra
 from data.loader import Batches, data_dir, read_meta
-from metrics import Log, describe, require_packages
+from metrics import Log, describe, require_packages, step_flops
 from model import derive_seed
 from optimizer import allocate_state, learning_rate_at, make_adamw
 from ranks import StopSignal, all_reduce_mean_, connect, from_rank0, print0, run, setup
@@ -32,17 +31,16 @@ from ranks import StopSignal, all_reduce_mean_, connect, from_rank0, print0, run
 # ---------- build: model, strategy, optimizer, values -------------------------
 
 
-def build(cfg, world, source=None):
-    """(wrapped, optimizer), with the values of `source`, or else initial ones (all ranks).
-    Call `wrapped`; unwrap(wrapped) is the model, with its own parameter names."""
-    # 1) Names, shapes and what trains: no memory yet.
-    model = meta_model(cfg)
-    # 2) Memory, for all of it or for this rank's rows.
+def build(model, cfg, world, source=None):
+    """Give a model on the meta device memory, and the values of `source`, or else initial ones.
+    Returns (what to call, the optimizer). Under DDP what to call is DDP around the model, in
+    every other mode it is the model itself (all ranks)."""
+    # 1) Memory, for all of it or for this rank's rows.
     wrapped = parallelize(model, cfg, world)
-    # 3) The optimizer, before any forward: after one the root stays gathered, and its
+    # 2) The optimizer, before any forward: after one the root stays gathered, and its
     # parameters are whole tensors.
     optimizer = make_optimizer(model, cfg)
-    # 4) Values. Of initial ones every rank draws its rows, and few more.
+    # 3) Values. Of initial ones every rank draws its rows, and few more.
     if source:
         allocate_state(optimizer)
         checkpoint.load(source, model, optimizer, world)
@@ -101,7 +99,10 @@ def parallelize(model, cfg, world):
     )
     if cfg.strategy in SHARDED:
         if cfg.compile:
-            compile_parts(model)
+            # By parts: FSDP's hooks would break a graph of everything.
+            fsdp.compile_blocks(model.blocks)
+            if hasattr(model, "head_loss"):
+                model.head_loss = torch.compile(model.head_loss, dynamic=False)
         shard(model, cfg, world)
         return model
     fsdp.allocate(model, world.device)
@@ -131,13 +132,6 @@ def change_arithmetic(model, cfg, world):
         )
 
 
-def compile_parts(model):
-    """Block by block, then the loss: FSDP's hooks would break a graph of everything."""
-    fsdp.compile_blocks(model.blocks)
-    if hasattr(model, "head_loss"):
-        model.head_loss = torch.compile(model.head_loss, dynamic=False)
-
-
 def shard(model, cfg, world):
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     for name in mesh.mesh_dim_names:
@@ -149,16 +143,10 @@ def shard(model, cfg, world):
         mesh,
         param_dtype=DTYPES[cfg.dtype],
         reduce_dtype=DTYPES[cfg.reduce_dtype],
-        reshard_after_forward=cfg.strategy != "shard_grad_op",
+        reshard_after_forward=cfg.strategy not in KEEPS_GATHERED,
         cpu_offload=cfg.cpu_offload,
         prefetch_units=cfg.prefetch_blocks,
     )
-
-
-def unwrap(wrapped):
-    """The model inside DDP. In every other mode what is called is the model itself."""
-    is_ddp = isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
-    return wrapped.module if is_ddp else wrapped
 
 
 def make_optimizer(model, cfg):
@@ -237,15 +225,13 @@ def open_source(cfg, world):
     holds adapters, what they adapt is opened too (all ranks)."""
     if cfg.init_from == "scratch":
         return None
-    if cfg.init_from in ("resume", "auto"):
-        source = checkpoint.find(cfg.out_dir, world)
-    else:
-        source = checkpoint.find(cfg.init_from, world)  # of another run
-        if source:
-            source = checkpoint.weights_of(source)
-        else:
-            huggingface = extra("huggingface", wanted_by=f"init_from={cfg.init_from}")
-            source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from))
+    own = cfg.init_from in ("resume", "auto")
+    source = checkpoint.find(cfg.out_dir if own else cfg.init_from, world)
+    if source and not own:
+        source = checkpoint.weights_of(source)
+    if not source and not own:
+        huggingface = extra("huggingface", wanted_by=f"init_from={cfg.init_from}")
+        source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from))
     if source and source.header.get("base"):
         source.base = open_source(replace(cfg, init_from=source.header["base"]), world)
     return source
@@ -273,7 +259,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
             wrapped,
             is_last,
             every=cfg.grad_sync == "every",
-            keep_gathered=cfg.strategy == "shard_grad_op" and cfg.grad_sync == "last",
+            keep_gathered=cfg.strategy in KEEPS_GATHERED and cfg.grad_sync == "last",
         )
         # Dropout's seed: the number of this micro-batch among all ranks' of the step. So its
         # masks do not depend on the world size.
@@ -310,14 +296,13 @@ def evaluate(wrapped, batches, cfg, world):
     """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers).
     With several data sets it is their mean by weight, and "split/NAME" is each one's."""
     losses = {}
-    with fsdp.inference(wrapped):
-        for split in ("train", "val"):
-            losses[split] = 0.0
-            for name, share in batches.shares.items():
-                loss = mean_loss(wrapped, batches.fixed(split, name), cfg, world)
-                losses[split] += share * loss
-                if share < 1:
-                    losses[f"{split}/{name}"] = loss
+    for split in ("train", "val"):
+        losses[split] = 0.0
+        for name, share in batches.shares.items():
+            loss = mean_loss(wrapped, batches.fixed(split, name), cfg, world)
+            losses[split] += share * loss
+            if share < 1:
+                losses[f"{split}/{name}"] = loss
     return losses
 
 
@@ -325,35 +310,15 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
     total = torch.zeros((), device=world.device, dtype=dtype)
     weights = torch.zeros_like(total)
-    for x, y, weight in weighted_batches:
-        with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
-            loss = wrapped(x, y)[1]
-        total += loss * weight
-        weights += weight
+    with fsdp.inference(wrapped):
+        for x, y, weight in weighted_batches:
+            with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
+                loss = wrapped(x, y)[1]
+            total += loss * weight
+            weights += weight
     all_reduce_mean_(total, world)
     all_reduce_mean_(weights, world)
     return (total / weights).item()  # synchronization point
-
-
-def require_finite(value, what, step, cfg, saver):
-    """All ranks see the same value, so all of them stop, and no checkpoint is written."""
-    if not math.isfinite(value):
-        saver.look(wait=True)  # one that is being written is of an earlier step, and good
-        raise SystemExit(
-            f"{what} is {value} at step {step}: lower learning_rate (now "
-            f"{cfg.learning_rate}), or try dtype=float32 (now {cfg.dtype}); the last "
-            f"checkpoint in {cfg.out_dir} is untouched")
-
-
-def save_is_due(step, cfg, evaluated, improved):
-    """By the clock of save_interval, else at evaluations. Always for one that is to be kept: at
-    a milestone, or the best."""
-    if cfg.save_interval:
-        due = step % cfg.save_interval == 0 or step >= cfg.max_iters
-    else:
-        due = evaluated and cfg.always_save_checkpoint
-    is_best = improved and not cfg.always_save_checkpoint
-    return due or is_best or checkpoint.is_milestone(step, cfg)
 
 
 # ---------- the run -----------------------------------------------------------
@@ -362,18 +327,19 @@ def save_is_due(step, cfg, evaluated, improved):
 def train(cfg):
     """The whole run (all ranks)."""
     # --- set-up: lock the directory, choose a start, build ---
+    require_packages(cfg)
     world = setup(cfg.device, cfg.backend, cfg.cpu_offload)
     cfg = configurator.resolve(cfg, world)
-    from_rank0(world, lambda: require_packages(cfg))
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
     saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
     saver.lock()
     cfg, source, resumed = start(cfg, world)
     first_step = source.header["iter_num"] if resumed else 0
     best_val_loss = source.header["best_val_loss"] if resumed else 1e9
+    model = meta_model(cfg)  # names, shapes and what trains: no memory yet
+    flops = step_flops(model, cfg, world)
     batches = Batches(cfg, world)
-    wrapped, optimizer = build(cfg, world, source)
-    model = unwrap(wrapped)
+    wrapped, optimizer = build(model, cfg, world, source)
     # For float16. When it is disabled, its calls pass everything through.
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
     if source and source.header.get("scaler"):
@@ -382,8 +348,7 @@ def train(cfg):
         print0(world, line)
     saver.claim(cfg, source, resumed)
     del source  # unmap the file: it may be replaced, and would keep its disk space
-    log = Log(cfg, world, saver.out_dir, saver.run_id, first_step)
-    log.count_flops(meta_model(cfg))
+    log = Log(cfg, world, saver.out_dir, saver.run_id, first_step, flops)
     saver.report = log.saved
     stop = StopSignal(world)
 
@@ -408,13 +373,13 @@ def train(cfg):
         if evaluated:
             with log.paused():
                 losses = evaluate(wrapped, batches, cfg, world)
-                require_finite(losses["val"], "validation loss", step, cfg, saver)
+                saver.require_finite(losses["val"], "validation loss", step)
                 log.evaluation(step, losses)
                 improved = losses["val"] < best_val_loss
                 best_val_loss = min(best_val_loss, losses["val"])
 
         # Due? Save.
-        if step > first_step and save_is_due(step, cfg, evaluated, improved):
+        if step > first_step and saver.is_due(step, evaluated, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 
@@ -432,7 +397,7 @@ def train(cfg):
             overflows += ~norm.isfinite()  # on the device: reading it would wait
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             lossf = all_reduce_mean_(loss, world).item()  # synchronization point
-            require_finite(lossf, "loss", step, cfg, saver)
+            saver.require_finite(lossf, "loss", step)
             scale = scaler.get_scale() if scaler.is_enabled() else None
             if overflows:
                 print0(world, f"iter {step}: gradients overflowed in float16, "

@@ -95,7 +95,7 @@ def training(cfg, world):
     """A run that yields each step's milliseconds (all ranks). It is a generator, so that
     several runs can take turns."""
     batches = Batches(cfg, world)
-    wrapped, optimizer = build(cfg, world)
+    wrapped, optimizer = build(meta_model(cfg), cfg, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
     batch = batches.train(0, 0)
     for step in count():

@@ -7,7 +7,7 @@ What will a config cost? Memory, traffic and time of a step, on GPUs that you ne
     python -m extras.plan config/llama2_7b.py --world_size=8 --gpu=H100 --plot=memory.png
     python -m extras.plan config/quickstart.py --world_size=2 --strategy=full_shard --events
 
-Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, as rank 0 of
+Memory and traffic are rehearsed (planning/rehearse.py): the real step, on fake tensors, as rank 0 of
 that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation (so a
 plan fits if it takes at most 90% of a GPU), and what compiling saves. Times are estimates
 (timing.py); docs/measurements.md says how far they were from runs that others published.
@@ -21,10 +21,10 @@ from dataclasses import replace
 
 import torch
 
-from configurator import SHARDED, STRATEGIES, load_config, resolve
-from extras import timing
-from extras.picture import check_plot, draw, print_events
-from extras.rehearse import KINDS, rehearse
+from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config, resolve
+from extras.planning import timing
+from extras.planning.picture import check_plot, draw, print_events
+from extras.planning.rehearse import KINDS, rehearse
 from fsdp import find_units
 from metrics import flops_per_token
 from ranks import World, run
@@ -126,7 +126,7 @@ def place(cfg, size, machine):
         gradient_accumulation_steps=micro_batches * size,
         compile=False,  # fake tensors run eagerly
     )
-    if cfg.strategy != "hybrid_shard":
+    if cfg.strategy not in IN_GROUPS:
         keys["shard_group_size"] = 0  # another row may need it
     if cfg.dtype == "auto" and device.type == "cuda":
         keys["dtype"] = "bfloat16"  # the best of today's GPUs; none is here to ask

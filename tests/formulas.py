@@ -10,7 +10,7 @@ import math
 from collections import Counter
 
 import fsdp
-from configurator import SHARDED, extra
+from configurator import IN_GROUPS, KEEPS_GATHERED, SHARDED, extra
 
 WIDTHS = dict(float32=4, bfloat16=2, float16=2, float8=2)  # bytes; float8's products are apart
 
@@ -72,7 +72,7 @@ def traffic(model, cfg, world):
     else:
         sent["reduce_scatter", g] = trained * g * syncs
         sent["all_reduce", g] = 4  # of clipping: the square of the norm
-    if cfg.strategy == "hybrid_shard":
+    if cfg.strategy in IN_GROUPS:
         sent["all_reduce", world.size // g] += trained  # between the groups, once a step
     if cfg.strategy in SHARDED:
         for unit in units:
@@ -93,7 +93,7 @@ def traffic(model, cfg, world):
 def times_gathered(model, cfg, unit, A, syncs, is_root):
     """ZeRO-2: once a reduction. ZeRO-3: for each forward, and for each backward that comes by; the
     root is still there from forward."""
-    if cfg.strategy == "shard_grad_op":
+    if cfg.strategy in KEEPS_GATHERED:
         return syncs
     first = [p.requires_grad for p in model.parameters()].index(True)
     before = [id(p) for p in model.parameters()][:first]  # backward never comes there

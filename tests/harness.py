@@ -81,6 +81,8 @@ import configurator  # noqa: E402
 import ranks  # noqa: E402
 import train  # noqa: E402
 from configurator import (  # noqa: E402
+    IN_GROUPS,
+    STRATEGIES,
     config_class,
     load_config,
     model_config,
@@ -379,6 +381,14 @@ def keys_of(model):
     return {key: value for key, value in {**TINY, **OTHERS}.items() if key in names}
 
 
+# {strategy: (ranks on which it shows, keys)}, but for single
+WAYS = {}
+for name in STRATEGIES[1:]:
+    WAYS[name] = 2, dict(strategy=name)
+    if name in IN_GROUPS:
+        WAYS[name] = 4, dict(strategy=name, shard_group_size=2)
+
+
 def tiny(tmp, model="gpt2", **overrides):
     """The config of a small run on the toy data of the fixture `tmp`."""
     keys = {**keys_of(model), "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
@@ -451,9 +461,10 @@ def built(tmp, **overrides):
     optimizer, batches."""
     world = ranks.setup(overrides.get("device", "cpu"), "auto")
     cfg = resolve(tiny(tmp, **overrides), world)
-    wrapped, optimizer = train.build(cfg, world)
+    model = train.meta_model(cfg)
+    wrapped, optimizer = train.build(model, cfg, world)
     return types.SimpleNamespace(
-        world=world, cfg=cfg, wrapped=wrapped, model=train.unwrap(wrapped),
+        world=world, cfg=cfg, wrapped=wrapped, model=model,
         optimizer=optimizer, batches=Batches(cfg, world))
 
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import load_config, resolve  # noqa: E402
-from extras import bench, plan, timing  # noqa: E402
+from extras import bench, plan  # noqa: E402
+from extras.planning import timing  # noqa: E402
 from ranks import run, setup  # noqa: E402
 
 MODEL = [

@@ -23,8 +23,9 @@ from statistics import mean, median
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import SHARDED, load_config  # noqa: E402
-from extras import plan, timing  # noqa: E402
-from extras.rehearse import rehearse  # noqa: E402
+from extras import plan
+from extras.planning import timing  # noqa: E402
+from extras.planning.rehearse import rehearse  # noqa: E402
 
 # llm-foundry: scripts/train/benchmarking/README.md of mosaicml/llm-foundry, as of that month.
 # fms-fsdp: README.md of foundation-model-stack/fms-fsdp, at that commit.

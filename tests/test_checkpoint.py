@@ -245,7 +245,7 @@ def resumed(tmp, out, **overrides):
     cfg = resolve(tiny(tmp, **keys), World())
     cfg.given = given
     cfg, source, _ = train.start(cfg, World())
-    return train.build(cfg, World(), source)
+    return train.build(train.meta_model(cfg), cfg, World(), source)
 
 
 def test_checkpoint_has_nanogpts_layout(tmp):
@@ -669,7 +669,7 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
 
     saver.look = looking
     save(saver, run, 1)
-    line = refused(train.require_finite, math.nan, "loss", 2, run.cfg, saver)
+    line = refused(saver.require_finite, math.nan, "loss", 2)
     assert "learning_rate" in line and saver.saving is None
     save(saver, run, 2)
     run.model.lm_head.weight.data.fill_(math.nan)

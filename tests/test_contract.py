@@ -28,6 +28,7 @@ import pytest
 import torch
 from harness import (
     HERE,
+    WAYS,
     arguments,
     on_ranks,
     plain_model,
@@ -217,7 +218,7 @@ def backward(cfg):
         ask(finite, f"the gradient of {name} is not finite: does forward take a root or a norm of "
                     "0, or divide by it?")
     cfg = resolve(cfg, World(), distributed=False)
-    wrapped, _ = train.build(cfg, World())
+    wrapped, _ = train.build(train.meta_model(cfg), cfg, World())
     with asked("make tensors in forward, or parameters: those that __init__ makes get no values"):
         wrapped(X, Y)
 
@@ -541,13 +542,13 @@ CHECKS = (
 
 # ---------- with --ranks: every mode gives the numbers of plain PyTorch -------
 
-DDP, ZERO2, ZERO3 = (dict(strategy=name) for name in ("ddp", "shard_grad_op", "full_shard"))
+DDP, ZERO3 = dict(strategy="ddp"), dict(strategy="full_shard")
 HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
 MUON = dict(optimizer="muon")
 MODES = {  # name: (ranks, keys)
     "single": (1, {}), "half": (2, dict(ZERO3, dtype="bfloat16")),
     **{f"{keys['strategy']}-{n}": (n, keys) for n, keys in (
-        (2, DDP), (2, ZERO2), (2, ZERO3), (3, DDP), (3, ZERO3), (4, ZERO3), (4, HYBRID))},
+        *WAYS.values(), (3, DDP), (3, ZERO3), (4, ZERO3))},
     **{f"muon-{keys['strategy']}-{n}": (n, dict(keys, **MUON)) for n, keys in (
         (2, DDP), (2, ZERO3), (3, DDP), (3, ZERO3), (4, HYBRID))},
     "full-checkpointing": (3, dict(ZERO3, activation_checkpointing="full",
@@ -669,7 +670,7 @@ def test_contract_resume(tmp, model):
 @pytest.mark.usefixtures("sound")
 def test_contract_plan(tmp, model):
     """A rehearsed step keeps the parameters and gradients that there are."""
-    rehearse = pytest.importorskip("extras.rehearse").rehearse
+    rehearse = pytest.importorskip("extras.planning.rehearse").rehearse
     world = World(size=2, local_size=2)
     cfg = resolve(small(tmp, model), world, distributed=True)
     device, _ = formulas.kept(train.meta_model(cfg), cfg, world)

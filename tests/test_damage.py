@@ -194,7 +194,7 @@ def resumed(tmp, out):
     """The model and optimizer that a run with init_from=resume begins with."""
     cfg = resolve(tiny(tmp, out_dir=str(out), init_from="resume"), World())
     cfg, source, _ = train.start(cfg, World())
-    return train.build(cfg, World(), source)
+    return train.build(train.meta_model(cfg), cfg, World(), source)
 
 
 class RunsCode:

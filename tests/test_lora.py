@@ -170,7 +170,7 @@ def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
     cfg = load_config(arguments(tmp, os.path.join(tmp, "lora-single"), init_from="resume"))
     cfg, source, _ = train.start(resolve(cfg, world), world)
     idx = torch.arange(16)[None]
-    adapted = train.build(cfg, world, source)[0].eval()(idx, idx)[0]
+    adapted = train.build(train.meta_model(cfg), cfg, world, source)[0].eval()(idx, idx)[0]
     merged, gpt = huggingface.merged(source), plain_gpt()
     before = gpt(idx, idx)[0]
     for name, p in gpt.named_parameters():
@@ -209,7 +209,7 @@ def peft_run(tmp_path, kind):
     argv = [f"--init_from={hf}", "--device=cpu", "--compile=False", "--dtype=float32",
             "--lora_rank=4", "--lora_alpha=12", f"--lora_targets=({'|'.join(names)})$"]
     cfg, source, _ = train.start(resolve(load_config(argv), world), world)
-    ours, optimizer = train.build(cfg, world, source)
+    ours, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM",
                              fan_in_fan_out=kind == "gpt2")
     theirs = peft.get_peft_model(theirs, config)
@@ -271,7 +271,7 @@ def test_lora_ten_steps_are_pefts(tmp_path, kind):
         argv = [f"--init_from={tmp_path}/theirs", "--device=cpu", "--compile=False",
                 "--dtype=float32"]
         cfg, source, _ = train.start(resolve(load_config(argv), world), world)
-        again = train.build(cfg, world, source)[0].eval()
+        again = train.build(train.meta_model(cfg), cfg, world, source)[0].eval()
         assert (again(idx, idx)[0] - expected).abs().max() < 1e-4
 
 

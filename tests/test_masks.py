@@ -216,7 +216,7 @@ def test_a_step_is_that_of_transformers_trainer(masked, tmp_path):
     argv = [arg for arg in argv if not arg.startswith(left_out)]
     argv += [f"--init_from={tmp_path}/hf", "--decay_lr=False", "--weight_decay=0.0"]
     cfg, source, _ = train.start(resolve(load_config(argv), world), world)
-    wrapped, optimizer = train.build(cfg, world, source)
+    wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
     run = SimpleNamespace(world=world, cfg=cfg, wrapped=wrapped, optimizer=optimizer,
                           batches=loader.Batches(cfg, world))
     norms = [steps(run, first=step)[1] for step in range(STEPS - 1)]
@@ -241,7 +241,7 @@ def test_a_step_is_that_of_transformers_trainer(masked, tmp_path):
     trainer.train()
     expected = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
     assert norms == pytest.approx(expected, rel=1e-5) and len(norms) == 3
-    for name, p in train.unwrap(wrapped).named_parameters():
+    for name, p in wrapped.named_parameters():
         q = theirs.get_parameter(name)
         assert (p - q).norm() <= 1e-5 * q.norm(), name
 

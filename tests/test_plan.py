@@ -31,10 +31,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 import train
-from configurator import SHARDED, STRATEGIES, load_config
-from extras import plan, timing
+from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config
+from extras import plan
 from extras.muon import divide
-from extras.rehearse import KINDS, Event, rehearse
+from extras.planning import timing
+from extras.planning.rehearse import KINDS, Event, rehearse
 from ranks import World
 
 GIB = 2**30
@@ -196,7 +197,7 @@ def allocated(cfg, world):
     """Bytes at the peak of a real step's second, over what there was before it, as PyTorch's
     profiler heard from the CPU's allocator: rank 0's own, in a group that sends nothing."""
     with fake_group(world):
-        wrapped, optimizer = train.build(cfg, world)
+        wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world)
         train.train_step(wrapped, optimizer, *step_of(cfg), 0, cfg, world)
         with torch.profiler.profile(profile_memory=True) as profile:
             train.train_step(wrapped, optimizer, *step_of(cfg), 1, cfg, world)
@@ -369,7 +370,7 @@ def test_plan_cpus_and_gpus_rmsnorm_differ():
     "torch._subclasses", "torch.testing._internal.distributed.fake_pg",
     "torch.utils._python_dispatch"])
 def test_plan_without_pytorchs_private_parts_is_one_line(monkeypatch, name):
-    for module in ("extras.rehearse", "extras.plan"):
+    for module in ("extras.planning.rehearse", "extras.plan"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     said = refused(importlib.import_module, "extras.plan")
@@ -381,8 +382,9 @@ def test_plan_without_pytorchs_private_parts_is_one_line(monkeypatch, name):
 
 TINY = ["--n_layer=3", "--n_head=3", "--n_embd=30", "--block_size=16", "--batch_size=1",
         "--vocab_size=67", "--bias=True"]  # rows that 7 ranks do not divide
-WAYS = {"ddp": (7, ["--strategy=ddp"]), "shard_grad_op": (7, ["--strategy=shard_grad_op"]),
-        "full_shard": (7, ["--strategy=full_shard"]), "hybrid_shard": (16, HYBRID)}
+WAYS = {name: (7, [f"--strategy={name}"]) for name in STRATEGIES[1:]}
+for name in IN_GROUPS:
+    WAYS[name] = 16, [f"--strategy={name}", "--shard_group_size=4"]
 ON_ALL = [
     *([f"--grad_sync={sync}", f"micro_batches={n}"] for sync in ("every", "last") for n in (2, 5)),
     ["--reduce_dtype=bfloat16"], ["--dtype=float32"], ["--freeze=mlp", "micro_batches=2"],
@@ -649,7 +651,8 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     has the deep ones)."""
     code = """if True:
         import time, resource
-        from extras import plan, timing
+        from extras import plan
+        from extras.planning import timing
         start = time.time()
         plan.main(["config/gpt3_175b.py", "--world_size=1024", "--n_layer=4", "--gpu_memory=24"])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

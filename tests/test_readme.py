@@ -149,6 +149,15 @@ def test_readme_shows_all_of_minimal():
     assert block == read("minimal.py")
 
 
+def test_minimal_is_what_docs_measure():
+    """bare.py in docs/measurements.md is minimal.py at other sizes."""
+    bare = re.search(r"# bare.py.*?^```", read("docs/measurements.md"), re.M | re.S)[0]
+    replaced = re.findall(r'^    "(.*?)": ', bare, re.M)
+    assert len(replaced) == 7
+    for text in replaced:
+        assert text in read("minimal.py"), text
+
+
 def test_minimal_trains_as_one_process(tmp_path):
     """On 3 ranks it prints what plain PyTorch computes, and its checkpoint has those weights."""
     p = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
@@ -159,14 +168,14 @@ def test_minimal_trains_as_one_process(tmp_path):
     block = sum(q.numel() for q in model.blocks[1].parameters())
     root = (256 + 64 + 1) * 128  # tokens, positions, the last norm
     total = sum(q.numel() for q in model.parameters())
-    assert "(512, 128), and rank 0 of 3 keeps (171, 128)" in p.stdout
+    assert "512 rows, and rank 0 of 3 keeps 171 of them" in p.stdout
     assert f"keeps {rows:,} of {total:,} parameters" in p.stdout
     assert f"{block + root:,} gathered" in p.stdout
 
     for name, q in model.named_parameters():
         q.data.copy_(model.initial_value(name, q.shape, 1337)[:])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    text = torch.tensor(list(open(torch.nn.functional.__file__, "rb").read()))
+    text = torch.tensor(list(open(torch.__file__, "rb").read()))
     losses = []
     for step in range(101):
         torch.manual_seed(step)
@@ -215,7 +224,7 @@ def test_readme_every_config_runs_two_steps(tmp, name):
 
 
 # {name of a module: path} of the product; tests and data/*/prepare.py are none
-PATHS = [path for pattern in ("*.py", "data/*.py", "extras/*.py")
+PATHS = [path for pattern in ("*.py", "data/*.py", "extras/*.py", "extras/planning/*.py")
          for path in glob(pattern, root_dir=HERE) if path not in ("test_fsdp.py", "conftest.py")]
 ROOMS = {path.removesuffix(".py").replace(os.sep, "."): path for path in PATHS}
 

@@ -160,8 +160,8 @@ def whole_run(tmp, name, resumes=False, masks=False, **keys):
     build = train.build
 
     def kept(*args):
-        built[:] = build(*args)
-        return tuple(built)
+        built[:] = [args[0], *build(*args)]
+        return built[1:]
 
     keys = {**BASE, **keys}
     if "lora_rank" in keys:
@@ -181,14 +181,14 @@ def whole_run(tmp, name, resumes=False, masks=False, **keys):
         else:
             evaluations[row["iter"]] = row["train_loss"], row["val_loss"]
 
-    wrapped = built[0]
+    model, wrapped, _ = built
     device = torch.device(keys["device"])
     generator = torch.Generator(device).manual_seed(7)
     prompt = torch.tensor([[1, 2, 3]], device=device)
     dtype = train.DTYPES[keys.get("dtype", "float32")]
     with fsdp.inference(wrapped), fsdp.autocast(wrapped, device.type, dtype):
         text = sample.generate(
-            train.unwrap(wrapped), prompt, 20, top_k=20, vocab_size=60, generator=generator)
+            model, prompt, 20, top_k=20, vocab_size=60, generator=generator)
     return dict(steps=steps, evaluations=evaluations, text=text.tolist())
 
 
@@ -397,7 +397,7 @@ def clocked(way):
 
 
 def slow_cluster():
-    from extras import timing  # here: a fork may have deleted it
+    from extras.planning import timing  # here: a fork may have deleted it
 
     gpu = timing.find_gpu(SLOW_GPU)
     return timing.Cluster(gpu, gpus_per_node=8, network=gpu.network)
@@ -409,7 +409,7 @@ COLLECTIVES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduc
 
 def price(name, tensors):
     """Seconds of an operation of the simulated GPU, as the plan prices it."""
-    from extras import program, timing
+    from extras.planning import program, timing
 
     size = max(t.nbytes for t in tensors)
     moved = [(i, t.nbytes) for i, t in enumerate(tensors)]
@@ -446,7 +446,7 @@ def case_clock(tmp, way, device):
 
 @pytest.fixture(scope="module")
 def clock(tmp):
-    pytest.importorskip("extras.timing")
+    pytest.importorskip("extras.planning.timing")
     return on_ranks(2, {way: (case_clock, dict(tmp=tmp, way=way, device="cuda")) for way in TIMED})
 
 
@@ -460,6 +460,6 @@ def test_simgpu_a_step_takes_as_long_as_the_plan_says(tmp, clock, way, monkeypat
     machine = SimpleNamespace(
         gpu_memory=math.inf, host_memory=math.inf, attention="flash2", cluster=slow_cluster(),
         flops_per_token=1.0)
-    monkeypatch.setattr("extras.timing.TAKEN", 0.0)  # by collectives: the device does not know it
+    monkeypatch.setattr("extras.planning.timing.TAKEN", 0.0)  # by collectives: no such device
     planned = plan(cfg, world, machine)["s/step"]
     assert values(clock, way)[0] == pytest.approx(planned, rel=TIMED[way])

@@ -14,9 +14,10 @@ import torch
 from harness import refused
 from test_plan import HYBRID, TINY, command, placed
 
-from extras import plan, timing
-from extras.program import COMPUTE, Event, Operation, Record, Wait
-from extras.rehearse import rehearse
+from extras import plan
+from extras.planning import timing
+from extras.planning.program import COMPUTE, Event, Operation, Record, Wait
+from extras.planning.rehearse import rehearse
 
 # A GPU with round numbers: 1 PFLOP/s of products and 1 TB/s of memory that kernels reach.
 ROUND = replace(

@@ -181,8 +181,8 @@ def test_tools_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, ca
     monkeypatch.setattr(metrics, "peak_flops", lambda device: peak)
     monkeypatch.setattr(metrics.time, "time", lambda: 5.0)
     cfg = tiny(tmp, bias=False)
-    log = metrics.Log(cfg, World(size=2), str(tmp_path), "the-id", 0)
-    log.count_flops(train.meta_model(cfg))
+    flops = metrics.step_flops(train.meta_model(cfg), cfg, World(size=2))
+    log = metrics.Log(cfg, World(size=2), str(tmp_path), "the-id", 0, flops)
     monkeypatch.setattr(metrics.time, "time", lambda: 7.0)
     log.step(0, 4.0, 1.0, 1e-3, None, 0.5)
     assert "time 2000.00ms, mfu 10.00%, 192 tok/s" in capsys.readouterr().out

@@ -250,13 +250,6 @@ def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
     assert ("context" in said) == (not asked)
 
 
-def test_start_of_a_model_with_a_submodule_named_module():
-    """DDP has one of that name too, and only DDP's is unwrapped."""
-    model = torch.nn.Module()
-    model.module = torch.nn.Linear(1, 1)
-    assert train.unwrap(model) is model
-
-
 def test_start_says_what_changes_the_numbers(tmp, capsys):
     same = [f"--{key}={TINY[key]}" for key in (
         "batch_size", "gradient_accumulation_steps", "learning_rate", "min_lr", "warmup_iters",

@@ -8,7 +8,7 @@ import re
 from itertools import groupby
 
 from configurator import package
-from extras.timing import KERNEL
+from extras.planning.timing import KERNEL
 
 # ---------- what happens in a step --------------------------------------------
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp
 import train
-from extras.program import (
+from extras.planning.program import (
     Event,
     Operation,
     computed,

@@ -20,7 +20,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from extras.program import COMPUTE, UPDATE, Operation, Record, Wait
+from extras.planning.program import COMPUTE, UPDATE, Operation, Record, Wait
 from metrics import PEAK_FLOPS
 
 # ---------- the machine -------------------------------------------------------
