@@ -123,8 +123,8 @@ def load(source, model, optimizer, world):
     for key in flat_state(model, optimizer).keys() - source.shapes.keys():
         if not key.startswith("model."):
             lacking.add(key.partition(".")[2])
-    # These were frozen until now, or the file holds weights alone. The optimizer makes their
-    # state in its first step, as for a new run.
+    # These were frozen until now, or the file holds weights alone. The optimizer makes
+    # their state in its first step, as for a new run.
     for name in lacking:
         del optimizer.state[params[name]]
     if lacking and source.header["iter_num"]:
@@ -521,20 +521,20 @@ class Saver:
         )
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}
-            self.saving = self.background.submit(self.write_full, path, full_name, flat, header)
+            self.saving = self.background.submit(self.save_full, path, full_name, flat, header)
             # Wait, before training goes on: `flat` is a lot of memory.
             futures.wait([self.saving])
         else:
             # What a killed run has left there.
             from_rank0(self.world, lambda: remove_sharded(path))
-            # Copied to the host here, not in the background: a new thread's device is GPU 0.
-            # (dcp.async_save copies twice, and takes three times as long for that.)
+            # Copied to the host here, not in the background: a new thread's device is
+            # GPU 0. (dcp.async_save copies twice, and takes three times as long for that.)
             rows = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
-            self.saving = self.background.submit(self.write_sharded, path, header, rows)
+            self.saving = self.background.submit(self.save_sharded, path, header, rows)
         self.saved = step, start, time.perf_counter()
         self.look()
 
-    def write_full(self, path, name, flat, header):
+    def save_full(self, path, name, flat, header):
         """In the background, rank 0 alone: write out_dir/<name>; a milestone under the name
         path.pt too, which no later one takes. Returns when that had ended."""
         def write():
@@ -548,7 +548,7 @@ class Saver:
         from_rank0(self.world, write, self.group)
         return time.perf_counter()
 
-    def write_sharded(self, path, header, rows):
+    def save_sharded(self, path, header, rows):
         """In the background: all ranks write, then rank 0 completes it. What goes wrong on one
         rank, all of them raise. Returns when it had ended."""
         # copy_ahead is for tensors that are still on a GPU.
@@ -590,8 +590,8 @@ class Saver:
                 f"{min(missing)}: use a shared disk, or --checkpoint=full")
         text = sealed(header).encode()
         write_atomically(os.path.join(path, HEADER), lambda f: f.write(text))
-        # Only now remove older ones, and what a killed run has left half-written. Those with a
-        # higher number are damaged, or this run would have started from them: leave them.
+        # Only now remove older ones, and what a killed run has left half-written. Leave those
+        # with a higher number: they are damaged, or this run would have started from them.
         this = os.path.basename(path)
         complete = [name for name in complete_steps(self.out_dir) if name <= this]
         stay = complete[-self.cfg.keep_checkpoints:]

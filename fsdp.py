@@ -1,17 +1,18 @@
 """
-FSDP2 in one file: the lines of minimal.py, with options. It imports only torch (2.13 or
-later), so you can copy it into your own project:
+FSDP2 in one file: the same lines as minimal.py, as functions with options; and DDP, to compare
+with. It imports only torch (2.13 or later), so you can copy it into your own project:
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before anything else
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # else all ranks begin on GPU 0
     dist.init_process_group("nccl")
     mesh = make_mesh("cuda")  # the ranks that share the model
     with torch.device("meta"):
         model = MyModel()  # names and shapes, no memory
     checkpoint_activations(model.layers, "selective")
-    shard(model, model.layers, mesh, param_dtype=torch.bfloat16, cpu_offload=0.25)
+    shard(model, model.layers, mesh, param_dtype=torch.bfloat16)
     for name, p in model.named_parameters():  # each rank draws all, and keeps its rows
         write_full(p, my_initial_value(name, p.shape))
-    optimizer = torch.optim.AdamW(model.parameters())  # of its rows, so before any forward
+    # Before any forward: after one, parameters of the root are gathered copies.
+    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's rows
     for batches in steps:  # each rank has its own
         for i, (x, y) in enumerate(batches):
             set_grad_sync(model, is_last_micro_batch=i + 1 == len(batches))
@@ -28,8 +29,12 @@ later), so you can copy it into your own project:
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
 their gradients reduced, in one collective. Hooks do it, so no line here shows it:
 
-    forward of unit i     gather i, compute, free i
-    backward of unit i    gather i - 1 meanwhile; compute, free i, reduce its gradients
+                          ZeRO-3: reshard_after_forward=True     ZeRO-2: =False
+    forward of unit i     gather i, compute, free i              gather i, compute
+    backward of unit i    gather i - 1 meanwhile;                compute, free i, reduce its
+                          compute, free i, reduce its gradients  gradients
+
+The root is what no unit has. It stays gathered from its forward to the end of backward.
 
 So every rank must call the same units in the same order. If one skips a block at random,
 the ranks gather rows of different blocks as one, and train wrongly without a word: see
@@ -56,7 +61,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 def make_mesh(device_type: str, shard_group_size: int = 0):
@@ -92,8 +101,7 @@ def shard(
     In place (all ranks).
 
     model: in fp32; what is frozen may be in bf16. Freeze before, since FSDP2 groups
-        parameters by requires_grad. Checkpoint activations and compile blocks before, since
-        FSDP2's hooks must be outermost.
+        parameters by requires_grad.
         Parameters on the meta device get memory for this rank's rows, without values yet.
         Parameters that have values, in MyModel() or from_pretrained(), keep them. Every rank
         must hold the same ones, since it takes its own rows of them. So each process needs
@@ -103,10 +111,9 @@ def shard(
     units: modules, inner before outer. What none of them has is the root's. Tied parameters
         must be in one unit, or in the root.
     param_dtype: to gather and compute in. Rows and optimizer state stay fp32.
-    reduce_dtype: to add gradients up in, over the ranks. In bfloat16 FSDP2 may add them up
-        over micro-batches in bf16 too: with hybrid sharding; and with every=False in
-        set_grad_sync, if param_dtype is bfloat16. After 64 micro-batches the gradient was 1%
-        off.
+    reduce_dtype: to add gradients up in, over the ranks. bfloat16 is then also the type in
+        which micro-batches add up, with hybrid sharding, or with every=False in set_grad_sync
+        if param_dtype is bfloat16 too. After 64 micro-batches the gradient was 1% off.
     reshard_after_forward: free a unit after its forward and gather it again for backward
         (ZeRO-3), or keep it until then (ZeRO-2).
     cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;
@@ -139,8 +146,8 @@ def shard(
         reshard_after_forward=False,  # backward begins with the root
         offload_policy=on_host if model in offloaded else on_device,
     )
-    # All ranks must reduce the same gradients. If a micro-batch leaves a parameter without
-    # one on some rank (an expert that got no token), that rank contributes zeros.
+    # All ranks must reduce the same gradients. If a micro-batch leaves a parameter
+    # without one on some rank (an expert that got no token), that rank contributes zeros.
     model.set_reduce_scatter_unused_params(True)
 
     # 2) Materialize: only now is there memory, for this rank's rows alone.
@@ -148,13 +155,13 @@ def shard(
         # The rows of an inner unit are there already, and stay where they are.
         materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
 
-    # 3) Say what to gather when. In backward FSDP2 gathers the unit before the current one. Of
-    # a frozen unit that may be for nothing, since backward need not come to it.
+    # 3) Say what to gather when. In backward FSDP2 gathers the unit before the current
+    # one. But backward may never reach a frozen one: then do not gather it.
     for unit in units:
         if not any(p.requires_grad for p in unit.parameters()):
             unit.register_forward_hook(gather_if_backward_comes)
-    # In forward FSDP2 gathers a unit when its turn comes, beside compute that the GPU still
-    # has to do. prefetch_units gathers earlier.
+    # In forward FSDP2 gathers a unit when its turn comes, beside compute that the GPU
+    # still has to do. prefetch_units gathers earlier.
     if prefetch_units:
         prefetch(model, units, prefetch_units)
 
@@ -169,8 +176,8 @@ def allocate(model, device):
 
 
 def materialize(module, device):
-    """Memory for the parameters that are on the meta device. (minimal.py's to_empty would
-    overwrite buffers, and untie tied parameters.)"""
+    """Memory for the parameters that are on the meta device. (to_empty, as in minimal.py, would
+    overwrite buffers, and untie parameters that are not sharded.)"""
     made = {}  # {parameter on meta: what takes its place}
     for inner in module.modules():
         for name, p in list(inner.named_parameters(recurse=False)):
@@ -178,7 +185,7 @@ def materialize(module, device):
                 if p not in made:  # else it is tied
                     empty = torch.empty_like(p, device=device)
                     made[p] = torch.nn.Parameter(empty, p.requires_grad)
-                setattr(inner, name, made[p])
+                setattr(inner, name, made[p])  # FSDP2 looks for it there at the first forward
 
 
 def refuse_meta_buffers(model):
@@ -195,8 +202,8 @@ def replicate(model, reduce_dtype: torch.dtype = torch.float32):
     reduce_dtype: to average gradients in; bfloat16 and float16 halve that traffic."""
     for p in model.parameters():
         if p.requires_grad:
-            # DDP makes this gradient a view of its bucket. A gradient that came later, from a
-            # micro-batch that reduces nothing, would have memory of its own beside the bucket.
+            # DDP makes this gradient a view of its bucket. One that came later, from a
+            # micro-batch that reduces nothing, would have memory of its own beside that.
             p.grad = torch.zeros_like(p)
     device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
@@ -268,8 +275,8 @@ def evenly(units, fraction):
 def gather_if_backward_comes(unit, args, output):
     """A forward hook for a frozen unit: it is not gathered for backward if its output needs
     no gradient, because all before it is frozen too."""
-    needs_none = isinstance(output, torch.Tensor) and not output.requires_grad
-    unit.set_unshard_in_backward(not needs_none)
+    is_reached = not isinstance(output, torch.Tensor) or output.requires_grad
+    unit.set_unshard_in_backward(is_reached)
 
 
 def prefetch(model, units, n):
@@ -312,7 +319,8 @@ def check_units(model):
 def checkpoint_activations(
     blocks, mode: str, offload_to_host: bool = False, pin_memory: bool = False
 ):
-    """Keep less until backward, which computes the rest again while the block is gathered.
+    """Keep less until backward, which computes the rest again while the block is gathered. It
+    replaces block.forward, and FSDP2's hooks run around that: so before or after `shard`.
 
     mode: "full" keeps each block's input; "selective" the outputs of its matrix products
         and attention too; "none" changes nothing.
@@ -320,12 +328,14 @@ def checkpoint_activations(
     """
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"mode={mode!r} must be none, selective or full")
+    if offload_to_host and mode != "full":
+        raise ValueError(f"offload_to_host=True needs mode='full', not {mode!r}")
     if mode == "none":
         return
     options = dict(use_reentrant=False)
     if mode == "selective":
         options["context_fn"] = partial(
-            checkpoint.create_selective_checkpoint_contexts, keep_products)
+            create_selective_checkpoint_contexts, keep_products)
     for block in blocks:
         # Replace forward: a wrapper module would change the parameters' names.
         block.forward = partial(checkpointed, block, block.forward, options)
@@ -338,7 +348,7 @@ def checkpointed(block, forward, options, *args, **kwargs):
     before the first one that trains; torch 2.13 could not compile their checkpoints."""
     tensors = (*args, *kwargs.values(), *block.parameters())
     if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        return checkpoint.checkpoint(forward, *args, **options, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
     return forward(*args, **kwargs)
 
 
@@ -356,21 +366,20 @@ PRODUCTS = {
 
 
 def keep_products(ctx, op, *args, **kwargs):
-    policy = checkpoint.CheckpointPolicy
     if op.overloadpacket in PRODUCTS:
-        return policy.MUST_SAVE
-    return policy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def offload_saved(forward, pin_memory, *args, **kwargs):
-    # Around a checkpointed forward, which saves its input only. Else weights would move too.
+    # Around a checkpointed forward, which saves its input only: else weights would move.
     with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
         return forward(*args, **kwargs)
 
 
 def compile_blocks(blocks):
-    """Compile block.forward, before `shard`. Compiling the module would do nothing: dynamo
-    does not enter the call of a module that has hooks.
+    """Compile block.forward, after `checkpoint_activations`, so that the graph recomputes. To
+    compile the module would do nothing: dynamo does not enter the call of one with hooks.
 
     dynamic=False: a run's shapes stay. Else a second model of other sizes in the same process
     would be compiled for any size."""
@@ -400,8 +409,8 @@ def set_grad_sync(
     between the groups  all-reduce in the last           all-reduce in the last
     of hybrid sharding
 
-    keep_gathered: with every=False and reshard_after_forward=False, keep parameters
-        gathered from one micro-batch to the next as well (ZeRO-1's traffic).
+    keep_gathered: with reshard_after_forward=False, and every=False, keep parameters gathered
+        from one micro-batch to the next as well (ZeRO-1's traffic).
     """
     sync = is_last_micro_batch or every
     if isinstance(wrapped, DistributedDataParallel):
@@ -410,7 +419,7 @@ def set_grad_sync(
         wrapped.set_requires_gradient_sync(sync)
         # Between the groups of hybrid sharding: once a step, however many micro-batches.
         wrapped.set_requires_all_reduce(is_last_micro_batch)
-        if keep_gathered:
+        if keep_gathered and not every:
             wrapped.set_reshard_after_backward(is_last_micro_batch)
 
 
@@ -473,8 +482,8 @@ def reshard(wrapped):
 
 
 def gather_full(t):
-    """The whole of t in rank 0's host memory, None on the other ranks (collective). For
-    minimal.py's t.full_tensor(): there every rank holds the whole, and it takes twice as long."""
+    """The whole of t in rank 0's host memory, None on the other ranks (collective). Instead of
+    t.full_tensor(): there every rank holds the whole, and it takes twice as long."""
     t = t.detach()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):
@@ -484,8 +493,8 @@ def gather_full(t):
     if ranks[0] > 0:
         return None  # the first group gathers; the others hold equal copies
     per_rank = math.ceil(len(t) / len(ranks))
-    # Each rank sends as many rows, so some of them are padding. They are sent from the device:
-    # NCCL sends no host memory.
+    # Each rank sends as many rows, so some of them are padding. They are sent from the
+    # device: NCCL sends no host memory.
     own = t.to_local()
     rows = own.new_zeros(per_rank, *t.shape[1:], device=t.device_mesh.device_type)
     rows[:len(own)] = own
@@ -498,9 +507,9 @@ def gather_full(t):
 
 
 def write_full(t, full):
-    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows. For
-    minimal.py's distribute_tensor, which needs all of them: full may be anything that returns
-    rows a to b as full[a:b]."""
+    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows. Instead
+    of distribute_tensor, which needs all of them: full may be anything that returns rows a to
+    b as full[a:b]."""
     t = t.detach()
     if not isinstance(t, DTensor):
         t.copy_(full[:] if t.dim() else full)

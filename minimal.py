@@ -35,11 +35,11 @@ for block in model.blocks:
 fully_shard(model, mesh=mesh)  # the root: all the rest
 
 # 4) Only now is there memory, for this rank's rows. Every rank draws the same initial
-#    values, and keeps its rows of them. (full[a:b] draws less; fsdp.py does that.)
+#    values, and keeps its rows of them.
 model.to_empty(device=device)
 for name, p in model.named_parameters():
     full = model.initial_value(name, p.shape, seed=1337)
-    # src_data_rank=None: send nothing.
+    # full[:] is all of it. src_data_rank=None: nothing is sent, since every rank has it.
     rows = distribute_tensor(full[:], mesh, p.placements, src_data_rank=None)
     p.data.copy_(rows)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
@@ -52,12 +52,12 @@ def print0(line):
 
 def look(*args):
     """Called in block 1. A sharded parameter is a DTensor, a gathered one a plain tensor."""
-    gathered = 0
+    whole = 0
     for p in model.parameters():
         if not isinstance(p, DTensor):
-            gathered += p.numel()
-    print0(f"while block 1 runs, it also holds {gathered:,} gathered: "
-           "all of block 1 and of the root")
+            whole += p.numel()
+    print0(f"while block 1 runs, it also holds {whole:,} whole: "
+           "those of block 1 and of the root")
     hook.remove()
 
 

@@ -86,7 +86,8 @@ class CausalSelfAttention(nn.Module):
         y = attend(q, k, v, dropout)  # (B, nh, T, hs)
         y = y.transpose(1, 2)
         y = y.reshape(B, T, C)  # heads side by side
-        return self.resid_dropout(self.c_proj(y))
+        y = self.c_proj(y)  # (B, T, C)
+        return self.resid_dropout(y)
 
 
 class MLP(nn.Module):
@@ -151,15 +152,15 @@ class GPT(nn.Module):
         cache: a sample.KVCache for each block; once they hold something, idx is one token.
         """
         past = 0 if cache is None else cache[0].length
-        T = idx.size(1)
-        if past + T > self.config.block_size:
-            raise ValueError(
-                f"{past + T} tokens do not fit block_size={self.config.block_size}")
-        pos = torch.arange(past, past + T, device=idx.device)
+        end = past + idx.size(1)
+        if end > self.config.block_size:
+            raise ValueError(f"{end} tokens do not fit block_size={self.config.block_size}")
+        pos = torch.arange(past, end, device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         x = self.transformer.drop(x)
-        for i, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache[i])
+        caches = cache or [None] * len(self.blocks)
+        for block, of_block in zip(self.blocks, caches):
+            x = block(x, of_block)
         x = self.transformer.ln_f(x)
         if targets is None:
             last = x[:, [-1], :]  # (B, 1, C): generation needs no other
@@ -270,11 +271,12 @@ def cross_entropy(logits, targets, reduction="mean"):
     )
 
 
-class normal:  # as `range` is one: it stands for numbers that slicing yields
-    """Normal numbers that depend on `key` alone; DTensor's own would depend on the mesh.
+class normal:
+    """Normal numbers, drawn when it is sliced: value[:] is a tensor of all, value[a:b] of these
+    rows. They depend on `key` alone (DTensor's own would depend on the mesh).
 
-    value[:] is a tensor of them all, value[a:b] of these rows. A rank need not draw the others:
-    the numbers come in chunks of rows, each from a generator of its own.
+    A rank need not draw the rows of the others: the numbers come in chunks of rows, each from a
+    generator of its own.
     """
 
     chunk = 2**20  # numbers, or one row if that is more; other sizes make other numbers

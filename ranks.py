@@ -238,8 +238,8 @@ def run(main, *args):
 def say(line):
     """Print a line to stderr, once for the ranks of this node."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        # Local rank 0 has probably said the same. Then torchrun has sent this rank a SIGTERM,
-        # or ends it while it sleeps.
+        # Local rank 0 has probably said the same. Then torchrun has sent this rank a
+        # SIGTERM, or ends it while it sleeps.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if StopSignal.received:
             return

@@ -1,6 +1,6 @@
 """
-Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. (minimal.py is
-this without accumulation, clipping, resuming and logs.)
+Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. It is the step
+of minimal.py with everything a run needs: accumulation, clipping, evaluation, resuming, logs.
 
     python train.py config/quickstart.py             # one process: CPU, one GPU, MPS
     torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --strategy=ddp
@@ -88,8 +88,9 @@ def parallelize(model, cfg, world):
     """What the keys mean: apply them to a model on the meta device, in place, and allocate
     its parameters, without values. Returns the module to call (all ranks).
 
-    The order matters: recomputation then finds its block gathered, and FSDP2's hooks are
-    outside of what is compiled."""
+    Checkpointing and compiling replace block.forward, in this order: the graph recomputes.
+    FSDP2's hooks run around forward. So they gather a block before any of its computing, and
+    are in no graph."""
     change_arithmetic(model, cfg, world)
     fsdp.checkpoint_activations(
         model.blocks,
@@ -103,7 +104,7 @@ def parallelize(model, cfg, world):
             fsdp.compile_blocks(model.blocks)
             if hasattr(model, "head_loss"):
                 model.head_loss = torch.compile(model.head_loss, dynamic=False)
-        shard(model, cfg, world)
+        shard_model(model, cfg, world)
         return model
     fsdp.allocate(model, world.device)
     wrapped = model
@@ -132,8 +133,9 @@ def change_arithmetic(model, cfg, world):
         )
 
 
-def shard(model, cfg, world):
+def shard_model(model, cfg, world):
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
+    # Each group connects now. A full checkpoint is gathered over the shard group.
     for name in mesh.mesh_dim_names:
         gathers = name == "shard" and cfg.checkpoint == "full"
         connect(mesh.get_group(name), world.device, gathers)
@@ -194,7 +196,7 @@ def start(cfg, world):
     block_size = cfg.block_size
     cfg = configurator.with_model(cfg, before["model"], sizes, source.path)
     if not resumed or "block_size" in cfg.given:
-        # A context shorter than the source's saves memory. If nobody asked, `describe` says so.
+        # with_model has taken the source's context; a shorter one saves memory.
         cfg = replace(cfg, block_size=min(block_size, cfg.block_size))
     if resumed:
         for key in ("optimizer", "lora_rank"):
@@ -242,7 +244,8 @@ def open_source(cfg, world):
 
 def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     """Accumulate, clip, update (all ranks): the loop of fsdp.py's header, with a learning
-    rate, seeds, masks and float16's scale. `batch` is the step's first micro-batch.
+    rate, seeds, targets that do not count, and float16's scale. `batch` is the step's first
+    micro-batch.
 
     Returns this rank's loss, whose mean over ranks is the step's; the global norm of the
     gradients before clipping; and the first micro-batch of step + 1. The first two are 0-d
@@ -254,26 +257,27 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     step_loss = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
-        # configurator.resolve has made "auto" "last" for DDP, and "every" for FSDP2.
+        # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
         fsdp.set_grad_sync(
             wrapped,
             is_last,
             every=cfg.grad_sync == "every",
-            keep_gathered=cfg.strategy in KEEPS_GATHERED and cfg.grad_sync == "last",
+            keep_gathered=cfg.strategy in KEEPS_GATHERED,
         )
-        # Dropout's seed: the number of this micro-batch among all ranks' of the step. So its
-        # masks do not depend on the world size.
+        # Dropout's seed: this micro-batch's number in the whole step, so that what it
+        # drops does not depend on the world size.
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
         x, y, weight = batch
         with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
             # Take the loss alone: a name for the logits would keep their memory.
             loss = wrapped(x, y)[1]
-        # FSDP and DDP average over ranks, and this over micro-batches. weight is how many
-        # targets count here, over the mean of all micro-batches of the step (data/loader.py).
-        # So the sum is the mean over all targets of the step that count.
+        # FSDP and DDP average over ranks, and this over micro-batches. With n targets that
+        # count here, weight is n / mean(n), the mean over the step's micro-batches on all
+        # ranks (data/loader.py). So each target of the step counts the same.
         loss = loss * weight / accumulation
-        # Fetch the next micro-batch now, while the GPU is still computing.
+        # Fetch the next micro-batch while the GPU is busy with this one. At the end of a
+        # step that is logged it would be idle.
         if is_last:
             batch = batches.train(step + 1, 0)
         else:
@@ -282,11 +286,11 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         step_loss += loss.detach()
     scaler.unscale_(optimizer)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip)
-    # float16: if a gradient overflowed on any rank, all of them skip the step. DDP's gradients
-    # are the same on all ranks, and of DTensors PyTorch reduces the scaler's flag.
+    # float16: if a gradient overflowed on any rank, all of them skip the step. DDP's
+    # gradients are the same everywhere; for DTensors the scaler reduces its flag.
     scaler.step(optimizer)
     scaler.update()
-    # DDP's gradients are views of its buckets; fsdp.replicate says why they must stay.
+    # DDP's gradients are views of its buckets, and must stay there (fsdp.replicate).
     keep_buckets = cfg.strategy == "ddp" and accumulation > 1
     optimizer.zero_grad(set_to_none=not keep_buckets)
     return step_loss, norm, batch
@@ -336,7 +340,7 @@ def train(cfg):
     cfg, source, resumed = start(cfg, world)
     first_step = source.header["iter_num"] if resumed else 0
     best_val_loss = source.header["best_val_loss"] if resumed else 1e9
-    model = meta_model(cfg)  # names, shapes and what trains: no memory yet
+    model = meta_model(cfg)
     flops = step_flops(model, cfg, world)
     batches = Batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
@@ -357,7 +361,7 @@ def train(cfg):
     batch = batches.train(step, 0)
     overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
-        saver.look()
+        saver.look()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
@@ -392,7 +396,7 @@ def train(cfg):
         loss, norm, batch = train_step(
             wrapped, optimizer, scaler, batches, batch, step, cfg, world)
         if step == first_step:
-            checkpoint.flat_state(model, optimizer)  # what it cannot save, it refuses now
+            checkpoint.flat_state(model, optimizer)  # SystemExit now if it could not be saved
         if scaler.is_enabled():
             overflows += ~norm.isfinite()  # on the device: reading it would wait
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:

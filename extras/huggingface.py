@@ -30,8 +30,8 @@ from ranks import World, first_line, run
 # ---------- what corresponds to what ------------------------------------------
 
 
-# keys: {our key: theirs}. fixed: {their key: the values that mean what our model computes};
-# values[0] is the default.
+# keys: {our key: theirs}. fixed: {their key: the values that mean what our model
+# computes}; values[0] is the default.
 GPT2 = dict(
     name="GPT2LMHeadModel",  # transformers' class
     model="gpt2",  # our --model
@@ -103,8 +103,8 @@ PEFT = dict(
     rank_pattern=[{}, None],
     alpha_pattern=[{}, None],
 )
-# Files that say where text ends and how chats are written. A checkpoint keeps their text, since
-# an export needs them again.
+# Files that say where text ends and how chats are written. A checkpoint keeps their text,
+# since an export needs them again.
 KEPT = ("config.json", "generation_config.json", *BESIDE)
 
 

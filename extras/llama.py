@@ -70,8 +70,8 @@ def rotation(start, T, hs, config, device):
     frequency = 1.0 / config.rope_theta**exponent  # (hs / 2,), in radians a token
     if config.rope_factor > 1:
         # Llama 3 was trained with 8,192 tokens. Llama 3.1 stretches the wavelengths that
-        # turn less than once in these, keeps those that turn more than 4 times, and blends
-        # between.
+        # turn less than once in these, keeps those that turn more than 4 times, and
+        # blends between.
         turns = 8192 * frequency / (2 * math.pi)
         keep = ((turns - 1) / (4 - 1)).clamp(0, 1)
         frequency = (1 - keep) * frequency / config.rope_factor + keep * frequency
@@ -179,8 +179,9 @@ class Llama(nn.Module):
             raise ValueError(
                 f"{total} tokens do not fit block_size={self.config.block_size}")
         x = self.model.embed_tokens(idx)  # (B, T, C)
-        for i, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache[i])
+        caches = cache or [None] * len(self.blocks)
+        for block, of_block in zip(self.blocks, caches):
+            x = block(x, of_block)
         x = self.model.norm(x)
         if targets is None:
             last = x[:, [-1], :]  # (B, 1, C): generation needs no other

@@ -48,8 +48,8 @@ class Experts(nn.Module):
         E = config.n_expert
         C = config.n_embd
         self.router = nn.Linear(C, E, bias=False)
-        # Stacks of E matrices (out, in). FSDP cuts them between experts, so with more ranks
-        # than experts some ranks keep none.
+        # Stacks of E matrices (out, in). FSDP cuts them between experts, so with more
+        # ranks than experts some ranks keep none.
         self.c_fc = nn.Parameter(torch.empty(E, 2 * C, C))
         self.c_proj = nn.Parameter(torch.empty(E, C, 2 * C))
 
@@ -100,9 +100,10 @@ class MoE(GPT):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         x = self.transformer.drop(x)
         unbalanced = 0.0
-        for i, block in enumerate(self.blocks):
-            x, of_block = block(x, None if cache is None else cache[i])
-            unbalanced = unbalanced + of_block
+        caches = cache or [None] * len(self.blocks)
+        for block, of_block in zip(self.blocks, caches):
+            x, term = block(x, of_block)
+            unbalanced = unbalanced + term
         x = self.transformer.ln_f(x)
         if targets is None:
             last = x[:, [-1], :]  # (B, 1, C): generation needs no other

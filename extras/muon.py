@@ -75,8 +75,8 @@ class Muon(torch.optim.Optimizer):
             self.shard_group = mesh.get_group("shard")
             self.device = torch.device(mesh.device_type)  # offloaded rows travel over it too
 
-        # NCCL connects every pair of ranks at the first all-to-all, and takes memory for that
-        # (3 GB on 8 H100, says its issue 1685). Now there is room for it.
+        # NCCL connects every pair of ranks at the first all-to-all, and takes memory for
+        # that (3 GB on 8 H100, says its issue 1685). Now there is room for it.
         each = torch.zeros(self.world, device=self.device)
         if self.sharing > 1:
             some = each[:self.sharing]

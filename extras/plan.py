@@ -7,10 +7,11 @@ What will a config cost? Memory, traffic and time of a step, on GPUs that you ne
     python -m extras.plan config/llama2_7b.py --world_size=8 --gpu=H100 --plot=memory.png
     python -m extras.plan config/quickstart.py --world_size=2 --strategy=full_shard --events
 
-Memory and traffic are rehearsed (planning/rehearse.py): the real step, on fake tensors, as rank 0 of
-that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation (so a
-plan fits if it takes at most 90% of a GPU), and what compiling saves. Times are estimates
-(timing.py); docs/measurements.md says how far they were from runs that others published.
+Memory and traffic are rehearsed (planning/rehearse.py): the real step, on fake tensors, as
+rank 0 of that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers,
+fragmentation (so a plan fits if it takes at most 90% of a GPU), and what compiling saves. Times
+are estimates (planning/timing.py); docs/measurements.md says how far they were from runs that
+others published.
 """
 
 import math
@@ -317,7 +318,7 @@ def main(argv):
     if machine.plot:
         files = [arg for arg in rest if not arg.startswith("--")]
         title = os.path.basename(files[-1]).removesuffix(".py") if files else cfg.model
-        title += f" on {size} GPUs of {memory:.0f} GiB: what each holds and does in a step"
+        title += f" on {size} GPUs of {memory:.0f} GiB: the last micro-batch of a step, predicted"
         draw(rows, machine, unit, name, title, machine.plot)
         print(f"wrote {machine.plot}")
     if machine.world_size[1:]:

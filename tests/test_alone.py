@@ -412,3 +412,6 @@ def test_alone_checkpointing_none_is_none():
     assert "forward" not in vars(layer)
     with pytest.raises(ValueError):
         fsdp.checkpoint_activations([layer], "nothing")
+    for mode in ("none", "selective"):  # what is offloaded is what "full" keeps
+        with pytest.raises(ValueError, match="offload_to_host"):
+            fsdp.checkpoint_activations([layer], mode, offload_to_host=True)

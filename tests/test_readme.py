@@ -170,7 +170,7 @@ def test_minimal_trains_as_one_process(tmp_path):
     total = sum(q.numel() for q in model.parameters())
     assert "512 rows, and rank 0 of 3 keeps 171 of them" in p.stdout
     assert f"keeps {rows:,} of {total:,} parameters" in p.stdout
-    assert f"{block + root:,} gathered" in p.stdout
+    assert f"{block + root:,} whole" in p.stdout
 
     for name, q in model.named_parameters():
         q.data.copy_(model.initial_value(name, q.shape, 1337)[:])

@@ -158,7 +158,7 @@ def a_save_does_not_wait_for_the_rows_that_it_writes(tmp, right):
     saver = checkpoint.Saver("x", run.world, eval_only=True)
     saver.cfg, saver.kept, saver.base, saver.out_dir = run.cfg, None, None, tmp
     with (patch.object(torch.Tensor, "to", to if right else without_waiting),
-          patch.object(saver, "write_sharded", lambda _, __, rows: written.update(rows) or 0.0),
+          patch.object(saver, "save_sharded", lambda _, __, rows: written.update(rows) or 0.0),
           patch.object(checkpoint, "require_finite_state")):
         saver.save(run.model, run.optimizer, torch.amp.GradScaler("cuda", enabled=False), 1, 1.0)
         saver.finish()

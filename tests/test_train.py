@@ -403,7 +403,7 @@ def test_log_on_a_full_disk_is_said_and_the_run_goes_on(tmp, monkeypatch, capsys
 def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch):
     """And the next save waits for it: the first is held up until then."""
     done, waited_for = [], threading.Event()
-    look, complete = checkpoint.Saver.look, checkpoint.Saver.write_sharded
+    look, complete = checkpoint.Saver.look, checkpoint.Saver.save_sharded
 
     def looking(saver, wait=False):
         if saver.saving and wait:
@@ -420,7 +420,7 @@ def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint.Saver, "look", looking)
-    monkeypatch.setattr(checkpoint.Saver, "write_sharded", held)
+    monkeypatch.setattr(checkpoint.Saver, "save_sharded", held)
     monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
     check = checkpoint.require_finite_state  # the first thing that a save does
     monkeypatch.setattr(checkpoint, "require_finite_state", noted("save", check))

@@ -44,8 +44,8 @@ except ImportError as e:
     raise SystemExit(
         f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13 or 2.15")
 
-# What memory holds. A storage that was called two things is the first of them here: the shard
-# that FSDP gathers from is also an argument of the gather, and stays a parameter.
+# What memory holds. A storage that was called two things is the first of them here: the
+# shard that FSDP gathers from is also an argument of the gather, and stays a parameter.
 KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
 
 
@@ -60,8 +60,8 @@ def rehearse(cfg, world, attention="flash2"):
 
     attention: one of timing.ATTENTION; "written_out" also keeps its T x T probabilities.
     """
-    # Two micro-batches take the memory of any number: the first stands for all but the last.
-    # With grad_sync=last the first one sends something else too, so it takes three.
+    # Two micro-batches take the memory of any number: the first stands for all but the
+    # last. With grad_sync=last the first one sends something else too, so it takes three.
     micro_batches = cfg.gradient_accumulation_steps // world.size
     rehearsed = min(micro_batches, 3 if cfg.grad_sync == "last" else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
@@ -130,8 +130,8 @@ def place_marks(model, optimizer, ledger):
                 x.register_hook(mark(f"backward, block {i}"))
         return after_forward
 
-    # First of all: FSDP's own hooks gather the root, which belongs to the forward, and a block
-    # before its forward and its backward.
+    # First of all: FSDP's own hooks gather the root, which belongs to the forward, and a
+    # block before its forward and its backward.
     model.register_forward_pre_hook(mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
         block.register_forward_pre_hook(mark(f"forward, block {i}"), prepend=True)
@@ -440,8 +440,8 @@ def gpu_kernels(attention):
     def dropout(x, p=0.5, training=True, inplace=False):
         return torch.native_dropout(x, p, training)[0] if p and training else x
 
-    # A GPU's kernel keeps x and a number a row, as layer_norm does; a CPU's two more x in fp32.
-    # Under autocast a GPU's x is fp32.
+    # A GPU's kernel keeps x and a number a row, as layer_norm does; a CPU's two more x in
+    # fp32. Under autocast a GPU's x is fp32.
     def rms_norm(x, shape, weight=None, eps=None):
         if torch.is_autocast_enabled("cpu"):
             x = x.float()

@@ -25,8 +25,8 @@ from metrics import PEAK_FLOPS
 
 # ---------- the machine -------------------------------------------------------
 
-# What kernels reach of the peak bandwidth of memory: a judgement. From 0.7 to 1.0 the mean error
-# changes by less than a point.
+# What kernels reach of the peak bandwidth of memory: a judgement. From 0.7 to 1.0 the
+# mean error changes by less than a point.
 MEMORY_SHARE = 0.85
 KERNEL = 4e-6  # seconds that a kernel takes at least, with its launch
 # Of the time that a collective takes, which needs cores and memory too, compute loses so much.
