@@ -1,6 +1,7 @@
 # The first run: a small byte-level GPT on Python's own standard library; a minute or two on
 # 2 CPU cores.
-#   python data/python_stdlib/prepare.py && python train.py config/quickstart.py
+#   python data/python_stdlib/prepare.py
+#   torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py    # or python train.py ...
 
 out_dir = 'out-quickstart'
 dataset = 'python_stdlib'
