@@ -1,7 +1,8 @@
 # The first run: a small byte-level GPT on Python's own standard library; a minute or two on
 # 2 CPU cores.
 #   python data/python_stdlib/prepare.py
-#   torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py    # or python train.py ...
+#   torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py
+# (In one process: python train.py config/quickstart.py)
 
 out_dir = 'out-quickstart'
 dataset = 'python_stdlib'

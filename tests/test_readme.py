@@ -19,7 +19,7 @@ from glob import glob
 
 import pytest
 import torch
-from harness import HERE, Ranks, flags, launch, of_ours, python, shell
+from harness import HERE, Ranks, flags, launch, of_ours, python, shell, simulates
 
 from configurator import load_config
 from model import GPT, GPTConfig
@@ -158,18 +158,23 @@ def test_minimal_is_what_docs_measure():
         assert text in read("minimal.py"), text
 
 
-def test_minimal_trains_as_one_process(tmp_path):
-    """On 3 ranks it prints what plain PyTorch computes, and its checkpoint has those weights."""
-    p = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
-               os.path.join(HERE, "minimal.py"), cwd=tmp_path)
+@pytest.mark.parametrize("n, device", [(3, "cpu"), (2, "cuda")])
+def test_minimal_trains_as_one_process(tmp_path, n, device):
+    """It prints what plain PyTorch computes, and its checkpoint has those weights."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    env = dict(CUDA_VISIBLE_DEVICES="") if device == "cpu" else {}
+    if device == "cuda" and simulates(n):
+        launcher += ["-m", "simgpu"]
+        env = dict(SIM_GPUS=str(n), PYTHONPATH=os.path.join(HERE, "tests"))
+    p = python(*launcher, os.path.join(HERE, "minimal.py"), cwd=tmp_path, env=env)
     assert p.returncode == 0, p.stderr
     model = GPT(GPTConfig(block_size=64, vocab_size=256, n_layer=4, n_head=4, n_embd=128))
-    rows = sum(math.ceil(len(q) / 3) * q[0].numel() for q in model.parameters())
+    rows = sum(math.ceil(len(q) / n) * q[0].numel() for q in model.parameters())
     block = sum(q.numel() for q in model.blocks[1].parameters())
     root = (256 + 64 + 1) * 128  # tokens, positions, the last norm
     total = sum(q.numel() for q in model.parameters())
-    assert "512 rows, and rank 0 of 3 keeps 171 of them" in p.stdout
-    assert f"keeps {rows:,} of {total:,} parameters" in p.stdout
+    assert f"512 rows, and rank 0 of {n} keeps {math.ceil(512 / n)} of them" in p.stdout
+    assert f"keeps {rows:,} of {total:,} parameters, on {device}" in p.stdout
     assert f"{block + root:,} whole" in p.stdout
 
     for name, q in model.named_parameters():

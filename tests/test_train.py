@@ -218,6 +218,21 @@ def started(tmp, *flags, init_from="resume", sizes=SIZES, **config):
     return cfg
 
 
+def test_start_from_another_run_takes_its_weights_alone(tmp):
+    """Not its step, its best loss or its moments."""
+    run_training(tmp, "another", max_iters=2, eval_interval=2)
+    saved = read_ckpt(os.path.join(tmp, "another"))
+    assert saved["iter_num"] == 2 and saved["optimizer"]["state"]
+    cfg = tiny(tmp, init_from=os.path.join(tmp, "another"), strategy="single")
+    cfg, source, resumed = train.start(cfg, World())
+    assert not resumed
+    assert (source.header["iter_num"], source.header["best_val_loss"]) == (0, 1e9)
+    wrapped, optimizer = train.build(train.meta_model(cfg), cfg, World(), source)
+    assert not optimizer.state  # it comes in the first step
+    for name, p in wrapped.named_parameters():
+        assert torch.equal(p, saved["model"][name]), name
+
+
 def test_start_takes_the_checkpoints_model_and_sizes_and_this_runs_dropout(tmp, models):
     """(Flags that contradict it are refused in test_config.py and test_mistakes.py.)"""
     (models / "other.py").write_text(

@@ -33,9 +33,20 @@ def index_of(device=None):
 # ---------- devices -----------------------------------------------------------
 
 
+def initialize():
+    """CUDA is, by its first use. A DeviceMesh sets the device only if it has not been used."""
+    torch.cuda._initialized = True
+
+
 def set_device(device):
     if index_of(device) >= 0:
+        initialize()
         torch.accelerator.set_device_index(index_of(device))
+
+
+def current_device():
+    initialize()
+    return index_of()
 
 
 class device:
@@ -168,13 +179,13 @@ def nothing(*args, **kwargs):
 
 INSTEAD = dict(
     is_available=lambda: True,
-    is_initialized=lambda: True,
-    init=nothing,
-    _lazy_init=nothing,
+    is_initialized=lambda: torch.cuda._initialized,
+    init=initialize,
+    _lazy_init=initialize,
     _lazy_call=lambda function, **options: function(),
     _is_in_bad_fork=lambda: False,
     device_count=lambda: N,
-    current_device=index_of,
+    current_device=current_device,
     set_device=set_device,
     device=device,
     get_device_name=lambda device=None: NAME,
@@ -210,7 +221,6 @@ for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.grap
     for name, function in INSTEAD.items():
         if module is torch.cuda or hasattr(module, name):
             setattr(module, name, function)
-torch.cuda._initialized = True
 torch.cuda.default_generators = tuple(torch.ops.simgpu.default_generator(i) for i in range(N))
 torch.backends.cuda.is_built = lambda: True
 torch.UntypedStorage.resize_ = resize_storage
