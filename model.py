@@ -261,7 +261,7 @@ def explicit_is_faster(device_type, dtype, T):
 
 
 def cross_entropy(logits, targets, reduction="mean"):
-    """Of targets that are not -1; in fp32, since a sum over V in bf16 loses digits."""
+    """It ignores targets of -1. In fp32, since a sum over V in bf16 loses digits."""
     V = logits.size(-1)
     return F.cross_entropy(
         logits.float().view(-1, V),  # (B T, V)
@@ -298,7 +298,7 @@ class normal:
             generator = torch.Generator().manual_seed(self.seed + i)
             drawn = torch.empty(end - start, *row)
             drawn.normal_(0.0, self.std, generator=generator)
-            # Of these rows start .. end - 1 take those that were asked for.
+            # Rows start .. end - 1 are drawn: take those that were asked for.
             a = max(first, start)
             b = min(last, end)
             asked = drawn[a - start:b - start]

@@ -40,7 +40,7 @@ def build(model, cfg, world, source=None):
     # 2) The optimizer, before any forward: after one the root stays gathered, and its
     # parameters are whole tensors.
     optimizer = make_optimizer(model, cfg)
-    # 3) Values. Of initial ones every rank draws its rows, and few more.
+    # 3) Values. Every rank draws its rows of the initial ones, and few more.
     if source:
         allocate_state(optimizer)
         checkpoint.load(source, model, optimizer, world)

@@ -217,8 +217,8 @@ class TokenFiles:
 
 
 def data_dir(dataset):
-    """data/<dataset>; a path to a directory is taken as it is. Of a mixture, that of its first
-    set: all have the same vocabulary."""
+    """data/<dataset>; a path to a directory is taken as it is. For a mixture it is that of the
+    first set: all have the same vocabulary."""
     name = next(iter(weights_of(dataset)))
     return Path(name) if os.path.isdir(name) else HERE / name
 
@@ -266,7 +266,7 @@ def checked_meta(path, load):
 
 
 def load_pickle(file):
-    """nanoGPT's meta.pkl. Of a data set of characters it has {id: character}."""
+    """nanoGPT's meta.pkl. For a data set of characters it has {id: character}."""
     meta = SafeUnpickler(file, {}).load()
     if "itos" not in meta:
         return meta

@@ -191,7 +191,7 @@ def to_host(t):
 
 def orthogonalize(m):
     """m with its singular values moved to between 0.7 and 1.2, by five steps of a
-    Newton-Schulz iteration with Jordan's coefficients. Of a stack, each matrix's."""
+    Newton-Schulz iteration with Jordan's coefficients. In a stack, each matrix by itself."""
     if m.dim() > 2:
         return torch.stack([orthogonalize(x) for x in m])
     tall = m.size(0) > m.size(1)

@@ -101,7 +101,8 @@ def print_same(places):
 
 
 def relative(unit, where):
-    """Of a unit of block 5 in "backward, block 6": -1 and the rest of its name."""
+    """How far a unit's block is from the current one, and the rest of its name: -1 for a unit
+    of block 5 in "backward, block 6". A unit outside the blocks is returned as it is."""
     found = re.match(r"block (\d+)(.*)", unit)
     here = re.search(r"block (\d+)", where)
     if not found or not here:

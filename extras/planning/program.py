@@ -41,7 +41,7 @@ class Event:
     times: int = 1  # in the step: a rehearsed micro-batch may stand for several
 
     def part(self):
-        """Of the step: the number of a micro-batch, or one more for the update."""
+        """Which part of the step: a micro-batch's number, or one more for the update."""
         return self.micro_batch + (self.where in UPDATE)
 
     def sent(self):
@@ -70,7 +70,7 @@ class Operation:
     stream: object = field(default_factory=torch.cpu.current_stream)
 
     def part(self):
-        """Of the step: the number of a micro-batch, or one more for the update."""
+        """Which part of the step: a micro-batch's number, or one more for the update."""
         return self.micro_batch + (self.where in UPDATE)
 
     def moved(self):

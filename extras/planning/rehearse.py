@@ -202,7 +202,7 @@ class Ledger(TorchDispatchMode):
             self.micro_batch += 1
 
     def row(self):
-        """Of the timeline: how many changes since the step began."""
+        """The timeline's row: how many changes there were since the step began."""
         start, _ = self.marks[0]
         return len(self.changes) - start
 

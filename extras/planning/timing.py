@@ -29,7 +29,8 @@ from metrics import PEAK_FLOPS
 # mean error changes by less than a point.
 MEMORY_SHARE = 0.85
 KERNEL = 4e-6  # seconds that a kernel takes at least, with its launch
-# Of the time that a collective takes, which needs cores and memory too, compute loses so much.
+# While a collective runs, compute is slower, as it takes cores and memory too: so much of the
+# collective's time is lost.
 TAKEN = 1 / 6
 # NCCL's model of a ring (its tuning.cc): seconds a call, a hop in a node, a hop to another.
 CALL = 8.4e-6
@@ -121,7 +122,7 @@ def find_gpu(name):
         raise SystemExit(
             f"--gpu={name}: known are {', '.join(GPUS)}; or pass PEAK_TFLOPS:MEMORY_TB/s:"
             "NVLINK_GB/s, as 989:3.35:360")
-    # Of another GPU's peak, products and attention get the H100's shares.
+    # Products and attention reach the same shares of its peak as of the H100's.
     rates = {}
     for kernel, (large, small) in H100.attention.items():
         rates[kernel] = (large / H100.peak * peak * 1e12, small / H100.peak * peak * 1e12)
@@ -153,7 +154,7 @@ def this_gpu():
 
 
 def price(op, cluster):
-    """Of an Operation."""
+    """What an Operation costs by itself."""
     if op.event:
         return price_collective(op, cluster)
     gpu = cluster.gpu
