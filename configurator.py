@@ -152,11 +152,13 @@ def model_file(name):
             module = importlib.import_module(file)
         elif os.path.exists(os.path.join(HERE, "extras", f"{file}.py")):
             module = importlib.import_module(f"extras.{file}")
+    if module is None:
+        raise SystemExit(
+            f"model={name!r}: no such file; gpt2 is model.py, any other NAME is NAME.py beside "
+            "it or in extras/")
     if hasattr(module, "Model") and is_dataclass(getattr(module, "ModelConfig", None)):
         return module
-    raise SystemExit(
-        f"model={name!r}: gpt2 is model.py, any other NAME is NAME.py beside it or in extras/, "
-        "with a Model and a dataclass ModelConfig")
+    raise SystemExit(f"model={name!r}: {file}.py lacks a Model or a dataclass ModelConfig")
 
 
 def extra(name, wanted_by):
@@ -223,6 +225,8 @@ def load_config(argv, flags=()):
                 cls = config_class(text)
             kind, _, _ = rule(key, cls, arg, flags)
             assigned = {key: text if kind is str else parse(text)}
+        elif arg.startswith("--"):
+            raise SystemExit(f"{arg}: write --key=value, without a space")
         else:
             assigned = run_file(arg, before={**vars(cls()), **values})
             cls = config_class(assigned.get("model", cls.model))
@@ -372,9 +376,10 @@ def resolve(cfg, world, distributed=None):
         cfg = replace(cfg, dtype=best_dtype(world.device))
     for key, wrong, remedy in conflicts(cfg, world, distributed):
         if wrong:
-            raise SystemExit(
-                f"{key}={getattr(cfg, key)!r} with strategy={cfg.strategy} on "
-                f"{world.device.type}, {world.size} processes: {remedy}")
+            mode = f"strategy={cfg.strategy} on {world.device.type}, world size {world.size}"
+            if key != "strategy":
+                mode = f"{key}={getattr(cfg, key)!r} with {mode}"
+            raise SystemExit(f"{mode}: {remedy}")
     if cfg.grad_sync == "auto":
         cfg = replace(cfg, grad_sync="last" if cfg.strategy == "ddp" else "every")
     if cfg.strategy in IN_GROUPS and not cfg.shard_group_size:

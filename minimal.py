@@ -1,5 +1,5 @@
 """
-FSDP2 in under seventy lines of code. A small GPT learns Python from PyTorch's own source:
+FSDP2 in seventy lines of code. A small GPT learns to write Python from PyTorch's own source:
 
     torchrun --standalone --nproc_per_node=2 minimal.py
 
@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT, GPTConfig
 
-# 1) The mesh: the ranks that share one copy of the model. Making it connects them, and gives
-#    each its GPU.
-size = int(os.environ["WORLD_SIZE"])  # torchrun tells each process
+# 1) The mesh: the ranks that share one copy of the model. Making it connects them, and
+#    gives each its GPU.
+if "WORLD_SIZE" not in os.environ:
+    raise SystemExit("start it with: torchrun --standalone --nproc_per_node=2 minimal.py")
+size = int(os.environ["WORLD_SIZE"])
 device = "cuda" if torch.cuda.device_count() >= size else "cpu"
 mesh = dist.init_device_mesh(device, (size,))
 rank = mesh.get_rank()
@@ -72,8 +74,7 @@ hook = mlp.register_forward_hook(look)
 
 # 5) Train. Every rank draws the same 12 samples and takes its share: `size` divides 12.
 with open(torch.__file__, "rb") as f:
-    source = f.read()
-text = torch.tensor(list(source))  # a token is a byte
+    text = torch.tensor(list(f.read()))  # a token is a byte
 for step in range(101):
     torch.manual_seed(step)
     starts = torch.randint(len(text) - 64, (12, 1))

@@ -106,7 +106,14 @@ def open_tokens(path):
         raise SystemExit(
             f"{path}: {size} bytes for a header of {offset} and {count} tokens of "
             f"{dtype.itemsize}; it is empty or damaged, prepare it again")
-    return np.memmap(path, dtype, mode="r", offset=offset)
+    tokens = np.memmap(path, dtype, mode="r", offset=offset)
+    # NumPy makes int64 unless told, whose upper parts would be tokens too.
+    upper = tokens[1:1000:2]
+    if offset == 0 and len(upper) > 100 and not upper.any():
+        raise SystemExit(
+            f"{path}: every second uint16 is 0, as in a file of int32 or int64; write "
+            "np.array(tokens, np.uint16), or uint32 behind llm.c's header")
+    return tokens
 
 
 def open_masks(files):

@@ -7,7 +7,7 @@ Turn any text into files of tokens: local files, or data sets of Hugging Face's 
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
     python data/prepare.py my_data chats.jsonl --chat --tokenizer=Qwen/Qwen3-0.6B
 
-A .txt file is one document; in .jsonl, .json, .parquet and .csv files each row is one.
+In .jsonl, .json, .parquet and .csv files each row is a document; any other file is one, of text.
 Documents are streamed through all cores. Each ends with an end-of-text token.
 
 What fills no shard becomes train.bin and val.bin, as nanoGPT's: uint16, or uint32 behind
@@ -59,7 +59,6 @@ from data.tokenizer import BESIDE, TOKENIZER, encoder  # noqa: E402
 
 # {a file's ending: the name of what reads it in `datasets`}
 KINDS = {
-    ".txt": None,
     ".jsonl": "json",
     ".json": "json",
     ".parquet": "parquet",
@@ -102,12 +101,11 @@ def rows(source, column, hub, skip):
     """Yield the rows of one file or hub data set, each {column: value}, but the first
     `skip`."""
     kind = os.path.splitext(source)[1].lower()
-    is_local = os.path.exists(source)
+    is_local = os.path.isfile(source)
     # What is neither here nor named like a file is a hub data set.
-    if is_local != (kind in KINDS):
-        kinds = ", ".join(KINDS)
-        raise SystemExit(f"{source}: no such file, or not a file of kind {kinds}")
-    if kind == ".txt":
+    if not is_local and (kind in KINDS or kind == ".txt" or os.path.exists(source)):
+        raise SystemExit(f"{source}: no such file")
+    if is_local and kind not in KINDS:
         if skip == 0:
             with open(source, encoding="utf-8") as f:
                 text = f.read()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 TOKENIZER = "tokenizer.json"
+TOKENIZERS = ("gpt2", "bytes", TOKENIZER)  # what a meta.json may name
 # Files beside it, which say where text ends and how chats are written.
 BESIDE = (
     "tokenizer_config.json",
@@ -199,4 +200,5 @@ def gpt2_bpe():
     except Exception as e:
         raise SystemExit(
             f"GPT-2's vocabulary cannot be downloaded ({type(e).__name__}); set "
-            "TIKTOKEN_CACHE_DIR to a directory that has it, or use --tokenizer=bytes")
+            "TIKTOKEN_CACHE_DIR to a directory that has it (or prepare data with "
+            "--tokenizer=bytes)")

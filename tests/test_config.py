@@ -183,7 +183,8 @@ def test_config_unknown_model_is_not_imported(tmp_path, monkeypatch, capsys, nam
     flag = f"--model={name}"
     for function, argv in ((load_config, [flag]), (train.main, [flag, "--help"])):
         said = refused(function, argv)
-        assert said.startswith(f"model={name!r}: ") and "ModelConfig" in said
+        assert said.startswith(f"model={name!r}: ")
+        assert "NAME.py" in said or f"{name}.py lacks" in said
     assert capsys.readouterr().out == ""
 
 

@@ -62,7 +62,8 @@ train.py
   --dataset=ODD/folder | file of tokens
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again
   --dataset=ODD/list; --dataset=ODD/text; --dataset=ODD/zero | again
-  --dataset=ODD/beyond | tokenizer
+  --dataset=ODD/beyond; --dataset=ODD/names | tokenizer
+  --dataset=ODD/wide | np.uint16
   --dataset=ODD/short; --block_size=100000 | lower it
   --freeze=nothing; --freeze=. | names look like transformer.
   --freeze=( | regular expression
@@ -121,7 +122,7 @@ data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/empty.txt --out=ODD/new; ODD/empty.jsonl --out=ODD/new | more text
   ODD/empty.jsonl ODD/body.jsonl; ODD/list.jsonl | --column
   ODD/bad.txt; ODD/bad.csv | UTF-8
-  ODD/a.md; ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt | .jsonl
+  ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt; ODD/folder | no such file
   some/dataset | network
   ODD/a.txt --limit=0; ODD/a.txt --val_fraction=1; ODD/a.txt --shard_tokens=3000000000 | at least 1
   ODD/a.txt --limit=x; ODD/a.txt --bogus | argument
@@ -138,12 +139,13 @@ data/python_stdlib/prepare.py
 
 FILES = {  # in latin-1
     "unknown.py": "n_lyaer = 2", "text.py": "n_layer = 'twelve'", "syntax.py": "n_layer = (",
-    "truth.py": "compile = 1", "exits.py": "exit()", "a.txt": "x", "a.md": "x", "empty.txt": "",
+    "truth.py": "compile = 1", "exits.py": "exit()", "a.txt": "x", "empty.txt": "",
     "empty.jsonl": "", "bad.txt": "abc \xff", "bad.csv": "text\n\xff\n", "tokenizer.json": "{}",
     "body.jsonl": '{"body": "x"}\n', "list.jsonl": '{"text": ["a"]}\n',
     # in copies of the toy data
     "list/meta.json": "[1]", "text/meta.json": '{"vocab_size": "67"}',
-    "zero/meta.json": '{"vocab_size": 0}',
+    "zero/meta.json": '{"vocab_size": 0}', "names/meta.json": '{"tokenizer": "byte"}',
+    "wide/train.bin": "\x05\0\0\0\0\0\0\0" * 99,  # int64
     "empty/train.bin": "", "half/train.bin": "\0" * 101, "short/train.bin": "\0" * 32,
     "beyond/train.bin": "\x43\0" * 99}  # tokens of 67
 

@@ -44,6 +44,7 @@ MACHINE = SimpleNamespace(
     attention="flash2")
 SMALL = ["--n_layer=3", "--n_head=6", "--n_embd=384", "--block_size=512", "--batch_size=4"]
 HYBRID = ["--strategy=hybrid_shard", "--shard_group_size=4"]
+OURS = ("single", "ddp", "shard_grad_op", "full_shard", "hybrid_shard")  # a fork may add some
 
 
 def placed(size, *argv):
@@ -583,12 +584,12 @@ def test_plan_zero_accounting_of_the_docs_is_the_papers():
     (8, ["--dtype=float8"], "single shard_grad_op full_shard")])
 def test_plan_variants_are_the_strategies_that_the_keys_allow(size, argv, expected):
     todo = plan.variants(load_config(argv), size, MACHINE)
-    assert [cfg.strategy for cfg, _ in todo] == expected.split()
+    assert [cfg.strategy for cfg, _ in todo if cfg.strategy in OURS] == expected.split()
     group = 4 if argv == HYBRID else 8
     for cfg, world in todo:
         ranks = 1 if cfg.strategy == "single" else size
         assert (world.size, world.local_size) == (ranks, min(ranks, 8))
-        assert cfg.shard_group_size == (group if cfg.strategy == "hybrid_shard" else 0)
+        assert cfg.shard_group_size == (group if cfg.strategy in IN_GROUPS else 0)
         assert cfg.gradient_accumulation_steps == math.ceil(40 / ranks) * ranks
         assert (cfg.dtype, cfg.compile) == (cfg.dtype.replace("auto", ""), False)
 
@@ -664,7 +665,7 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     lines = p.stdout.splitlines()
     rows = [line for line in lines if line.startswith(STRATEGIES)]
     assert [line.split()[0] for line in rows] == list(STRATEGIES)
-    fits = {line.split()[0]: "  yes " in line for line in rows}
+    fits = {line.split()[0]: "  yes " in line for line in rows if line.startswith(OURS)}
     assert "4 units and the root; transformer.h.0 has 1,811.96M parameters" in p.stdout
     assert fits == dict(single=False, ddp=False, shard_grad_op=False, full_shard=True,
                         hybrid_shard=True)

@@ -21,7 +21,7 @@ import pytest
 import torch
 from harness import HERE, Ranks, flags, launch, of_ours, python, shell, simulates
 
-from configurator import load_config
+from configurator import STRATEGIES, load_config
 from model import GPT, GPTConfig
 
 CONFIGS = sorted(glob("*.py", root_dir=os.path.join(HERE, "config")))
@@ -147,6 +147,11 @@ def test_readme_gpu_commands_run_small_on_a_cpu(tmp):
 def test_readme_shows_all_of_minimal():
     block = re.search(r"^```python\n(.*?)^```", read("README.md"), re.M | re.S)[1]
     assert block == read("minimal.py")
+
+
+def test_minimal_without_torchrun_is_one_line():
+    p = python("minimal.py")
+    assert p.returncode == 1 and p.stderr.count("\n") == 1 and "torchrun" in p.stderr
 
 
 def test_minimal_is_what_docs_measure():
@@ -280,7 +285,7 @@ def test_house_has_few_floors_and_no_circle():
     for room in order:
         floor[room] = 1 + max((floor[below] for below in found[room]), default=0)
     assert max(floor.values()) <= 6
-    core = [room for room in found if not room.startswith("extras.")]
+    core = [room for room in found if f"`{room}.py`" in read("README.md")]  # not your own model
     assert sum(len(found[room]) for room in core) <= 21
     assert max(map(len, found.values())) <= 8  # of extras/ too, however many files it has
 
@@ -297,6 +302,9 @@ def test_house_readme_names_all_that_know_strategies_by_name():
                     found.add(function.name)
     assert "train_step" in found  # what the search would find, if it works
     assert [name for name in found if f"`{name}`" not in recipe] == []
+    code = "\n".join(map(read, ROOMS.values()))
+    for name in set(re.findall(r"`(\w+)`", recipe)) - {*STRATEGIES, "shard"}:
+        assert re.search(rf"^(def {name}\(|{name} = )", code, re.M), name
 
 
 def test_house_stands_without_extras(tmp, tmp_path):
