@@ -26,7 +26,7 @@ LAST = "ModelConfig = MoEConfig\nModel = MoE"
 LOSS = "loss + self.config.balance * unbalanced / self.config.n_layer"
 EXPERTS = "self.mlp = Experts(config)"
 BLOCKS = "blocks = [Block(config) for _ in range(config.n_layer)]"
-CALLS = "enumerate(self.blocks)"
+CALLS = "zip(self.blocks, caches)"
 HEAD = "logits, loss = self.head_loss(x, targets)"
 OWN = "logits = self.lm_head(x)\n        loss = F.cross_entropy(logits.mT"
 OF_FLOATS = f"{OWN}.float(), targets, ignore_index=-1"
@@ -91,8 +91,8 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     "dropout": ("no random numbers in eval", HEAD, f"x = F.dropout(x, 0.1)\n        {HEAD}"),
     "lazy": (r"make transformer\.h\.0\.mlp\.scale in Model.__init__, and leave", ANSWER,
              f"{IN_FORWARD}\n        {ANSWER}"),
-    "hooks": ("call each block once", "block(x, None", "block.forward(x, None"),
-    "backwards": ("in their order", CALLS, "enumerate(reversed(self.blocks))"),
+    "hooks": ("call each block once", "block(x, of_block)", "block.forward(x, of_block)"),
+    "backwards": ("in their order", CALLS, "zip(reversed(self.blocks), caches)"),
     "last": ("of the last position", "self.lm_head(last)", "self.lm_head(x)"),
     "python random": ("not from Python's random", "import math", "import math\nimport random",
                       ANSWER, f"{SKIPPED.format('random.random')}\n        {ANSWER}"),
@@ -113,7 +113,7 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
                 HEAD, f"x = x + F.linear(x, self.c_attn.weight).mean(-1, True)\n        {HEAD}"),
     "object": ("must return tensors", "return x + y, unbalanced",
                "return type('O', (), dict(two=(x + y, unbalanced)))()",
-               "cache is None else cache[i])\n", "cache is None else cache[i]).two\n"),
+               "block(x, of_block)\n", "block(x, of_block).two\n"),
     # the loss
     "rows": ("mixes the rows of a batch", HEAD, f"x = x + x.mean(0)\n        {HEAD}"),
     "lstm": ("mixes the rows of a batch", EXPERTS, RNN, "x + y, unb", "x + self.rnn(y)[0], unb",
@@ -147,7 +147,8 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     "chunks": ("forward call self.head_loss", HEAD, f"{OF_FLOATS})"),
     "idle": (r"c_fc\.\d has no gradient .* ddp", STACK, LIST, COMPUTE,
              BRANCH.replace("if not", "if not x.is_meta and not")),
-    "detached": (r"wpe\S* has no gradient .* detached", "block(x, None", "block(x.detach(), None"),
+    "detached": (r"wpe\S* has no gradient .* detached", "block(x, of_block)",
+                 "block(x.detach(), of_block)"),
     "order": ("register modules in the order", LAYERS, REVERSED + LAYERS),
     "in place product": ("write y = y [+] x, not y [+]= x", PRODUCT,
                          f"{PRODUCT}\n            y += x"),
