@@ -226,6 +226,7 @@ def load_config(argv, flags=()):
             kind, _, _ = rule(key, cls, arg, flags)
             assigned = {key: text if kind is str else parse(text)}
         elif arg.startswith("--"):
+            rule(arg[2:], cls, arg, flags)  # if there is such a key, its value is missing
             raise SystemExit(f"{arg}: write --key=value, without a space")
         else:
             assigned = run_file(arg, before={**vars(cls()), **values})

@@ -112,8 +112,8 @@ def shard(
         must be in one unit, or in the root.
     param_dtype: to gather and compute in. Rows and optimizer state stay fp32.
     reduce_dtype: to add gradients up in, over the ranks. bfloat16 is then also the type in
-        which micro-batches add up, with hybrid sharding, or with every=False in set_grad_sync
-        if param_dtype is bfloat16 too. After 64 micro-batches the gradient was 1% off.
+        which micro-batches add up, with hybrid sharding, or with every=False in set_grad_sync.
+        After 64 of them the gradient was 1% off.
     reshard_after_forward: free a unit after its forward and gather it again for backward
         (ZeRO-3), or keep it until then (ZeRO-2).
     cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;

@@ -331,17 +331,18 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
 def train(cfg):
     """The whole run (all ranks)."""
     # --- set-up: lock the directory, choose a start, build ---
-    require_packages(cfg)
     world = setup(cfg.device, cfg.backend, cfg.cpu_offload)
     cfg = configurator.resolve(cfg, world)
+    from_rank0(world, lambda: require_packages(cfg))  # no other rank logs
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
     saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
     saver.lock()
     cfg, source, resumed = start(cfg, world)
     first_step = source.header["iter_num"] if resumed else 0
     best_val_loss = source.header["best_val_loss"] if resumed else 1e9
+    # Counted on a model of its own: a forward may leave something in it.
+    flops = step_flops(meta_model(cfg), cfg, world)
     model = meta_model(cfg)
-    flops = step_flops(model, cfg, world)
     batches = Batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
     # For float16. When it is disabled, its calls pass everything through.

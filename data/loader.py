@@ -260,14 +260,14 @@ def checked_meta(path, load):
         vocab_size = meta.get("vocab_size", 1)
         if type(vocab_size) is not int or vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size!r}")
-        if meta.get("tokenizer", "gpt2") not in TOKENIZERS:
+        if "chars" not in meta and meta.get("tokenizer") not in (None, *TOKENIZERS):
             raise ValueError(
                 f"tokenizer is {meta['tokenizer']!r}, and must be one of {', '.join(TOKENIZERS)}; "
                 "a list of characters is the key chars")
         return meta
     except Exception as e:
         raise SystemExit(
-            f"{path}: not readable ({type(e).__name__}: {e}); mend it, or prepare the data again")
+            f"{path}: {type(e).__name__}: {e}; mend it, or prepare the data again")
 
 
 def load_pickle(file):

@@ -7,8 +7,8 @@ Turn any text into files of tokens: local files, or data sets of Hugging Face's 
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
     python data/prepare.py my_data chats.jsonl --chat --tokenizer=Qwen/Qwen3-0.6B
 
-In .jsonl, .json, .parquet and .csv files each row is a document; any other file is one, of text.
-Documents are streamed through all cores. Each ends with an end-of-text token.
+In .jsonl, .ndjson, .json, .parquet and .csv files each row is a document. Any other file is one
+document, of text. Documents are streamed through all cores. Each ends with an end-of-text token.
 
 What fills no shard becomes train.bin and val.bin, as nanoGPT's: uint16, or uint32 behind
 llm.c's header if the vocabulary is above 65,535. More becomes shards with that header,
@@ -60,6 +60,7 @@ from data.tokenizer import BESIDE, TOKENIZER, encoder  # noqa: E402
 # {a file's ending: the name of what reads it in `datasets`}
 KINDS = {
     ".jsonl": "json",
+    ".ndjson": "json",
     ".json": "json",
     ".parquet": "parquet",
     ".csv": "csv",
@@ -103,7 +104,9 @@ def rows(source, column, hub, skip):
     kind = os.path.splitext(source)[1].lower()
     is_local = os.path.isfile(source)
     # What is neither here nor named like a file is a hub data set.
-    if not is_local and (kind in KINDS or kind == ".txt" or os.path.exists(source)):
+    if os.path.exists(source) and not is_local:
+        raise SystemExit(f"{source}: it is no file; name the files in it, as {source}/*.txt")
+    if not is_local and (kind in KINDS or kind == ".txt"):
         raise SystemExit(f"{source}: no such file")
     if is_local and kind not in KINDS:
         if skip == 0:

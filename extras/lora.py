@@ -43,8 +43,9 @@ def adapt(model, cfg, dtype):
         module.__class__ = LoRALinear
         module.lora_scale = cfg.lora_alpha / cfg.lora_rank
         out, width = module.weight.shape
-        module.lora_A = nn.Parameter(torch.empty(cfg.lora_rank, width))
-        module.lora_B = nn.Parameter(torch.empty(out, cfg.lora_rank))
+        device = module.weight.device
+        module.lora_A = nn.Parameter(torch.empty(cfg.lora_rank, width, device=device))
+        module.lora_B = nn.Parameter(torch.empty(out, cfg.lora_rank, device=device))
     for p in named.values():
         p.requires_grad_(False)
         p.data = p.data.to(dtype)

@@ -656,6 +656,12 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
     assert all(torch.equal(source.get(f"model.{name}"), p) for name, p in expected.items())
 
 
+def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
+    saver = checkpoint.Saver(str(tmp_path), World(), eval_only=True)
+    saver.claim(tiny(tmp), None)
+    assert "learning_rate" in refused(saver.require_finite, math.nan, "validation loss", 0)
+
+
 def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(sharded):
     """Else its ranks would leave without their threads, and lose a good one of an earlier step.
     NaN shows in a loss, or in the next save. The ranks write when somebody waits for them."""
@@ -668,6 +674,9 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
         look(wait)
 
     saver.look = looking
+    save(saver, run, 1)
+    saver.require_finite(1.0, "loss", 2)
+    assert "inf" in refused(saver.require_finite, math.inf, "loss", 2)
     save(saver, run, 1)
     line = refused(saver.require_finite, math.nan, "loss", 2)
     assert "learning_rate" in line and saver.saving is None

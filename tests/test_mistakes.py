@@ -23,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before its library is imported, which look
 # "load" only reads the keys, "resolve" asks what they mean on two ranks, "two_ranks" trains.
 TABLE = r"""
 load
-  --n_lyaer=2; ODD/unknown.py | n_layer
+  --n_lyaer=2; --n_lyaer; ODD/unknown.py | n_layer
   --kind=b; --model=llama --dropout=0.1; --model=llama --bias=True | --help
   --n_layer; config/none.py | --key=value
   ODD/syntax.py; ODD/exits.py | config file
@@ -122,7 +122,8 @@ data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/empty.txt --out=ODD/new; ODD/empty.jsonl --out=ODD/new | more text
   ODD/empty.jsonl ODD/body.jsonl; ODD/list.jsonl | --column
   ODD/bad.txt; ODD/bad.csv | UTF-8
-  ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt; ODD/folder | no such file
+  ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt | no such file
+  ODD/folder | folder/*.txt
   some/dataset | network
   ODD/a.txt --limit=0; ODD/a.txt --val_fraction=1; ODD/a.txt --shard_tokens=3000000000 | at least 1
   ODD/a.txt --limit=x; ODD/a.txt --bogus | argument
@@ -145,7 +146,7 @@ FILES = {  # in latin-1
     # in copies of the toy data
     "list/meta.json": "[1]", "text/meta.json": '{"vocab_size": "67"}',
     "zero/meta.json": '{"vocab_size": 0}', "names/meta.json": '{"tokenizer": "byte"}',
-    "wide/train.bin": "\x05\0\0\0\0\0\0\0" * 99,  # int64
+    "wide/train.bin": "\x05\0\0\0\0\0\0\0" * 199,  # int64
     "empty/train.bin": "", "half/train.bin": "\0" * 101, "short/train.bin": "\0" * 32,
     "beyond/train.bin": "\x43\0" * 99}  # tokens of 67
 
