@@ -2,7 +2,7 @@
 What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
 wandb and TensorBoard if you ask for them.
 
-    flops = step_flops(model, cfg, world)     # for MFU, while the model is on the meta device
+    flops = step_flops(meta_model(cfg), cfg, world)                  # for MFU
     log = Log(cfg, world, saver.out_dir, saver.run_id, step, flops)  # no run_id: only print
     log.step(step, loss, norm, lr, scale, s)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
@@ -64,8 +64,9 @@ def peak_flops(device):
 
 
 def step_flops(model, cfg, world):
-    """FLOPs of a step of all ranks, for MFU: 0 where the device's peak is not known. To count
-    them takes as long as several steps of a small model."""
+    """FLOPs of a step of all ranks, for MFU: 0 where the device's peak is not known. Counting
+    takes as long as several steps of a small model. model: on the meta device, and not the one
+    that will train, since its forward runs."""
     if not peak_flops(world.device):
         return 0
     return flops_per_token(model, world) * tokens_per_step(cfg)

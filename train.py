@@ -340,8 +340,7 @@ def train(cfg):
     cfg, source, resumed = start(cfg, world)
     first_step = source.header["iter_num"] if resumed else 0
     best_val_loss = source.header["best_val_loss"] if resumed else 1e9
-    # Counted on a model of its own: a forward may leave something in it.
-    flops = step_flops(meta_model(cfg), cfg, world)
+    flops = step_flops(meta_model(cfg), cfg, world)  # its forward runs: not for training
     model = meta_model(cfg)
     batches = Batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)

@@ -105,7 +105,7 @@ def rows(source, column, hub, skip):
     is_local = os.path.isfile(source)
     # What is neither here nor named like a file is a hub data set.
     if os.path.exists(source) and not is_local:
-        raise SystemExit(f"{source}: it is no file; name the files in it, as {source}/*.txt")
+        raise SystemExit(f"{source}: not a file; name the files in it, as {source}/*.txt")
     if not is_local and (kind in KINDS or kind == ".txt"):
         raise SystemExit(f"{source}: no such file")
     if is_local and kind not in KINDS:

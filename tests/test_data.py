@@ -280,6 +280,9 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
     rows = [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}]
     path = write_jsonl(tmp_path / "a[1].jsonl", rows)
     write_jsonl(tmp_path / "a1.jsonl", [])  # what it would name as a pattern
+    same = write_jsonl(tmp_path / "same.ndjson", rows)
+    assert split_documents(np.concatenate(prepared([same], tmp_path / "o", column="n"))) == [
+        b"0", b"12"]
     for options, expected in ((dict(template=r"{n}|\n{my text}"), [b"0|\n", b"12|\n{n}"]),
                               (dict(column="n"), [b"0", b"12"])):
         train, val = prepared([path], tmp_path / "o", **options)

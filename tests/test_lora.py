@@ -103,6 +103,7 @@ def test_lora_only_the_adapters_train_and_are_saved(tmp, base, single):
     model = train.meta_model(load_config(arguments(tmp, "x", **KEYS)))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(state["model"])
+    assert all(p.is_meta for p in model.parameters())  # or no FLOPs are counted
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

@@ -460,6 +460,7 @@ def test_simgpu_a_step_takes_as_long_as_the_plan_says(tmp, clock, way, monkeypat
     machine = SimpleNamespace(
         gpu_memory=math.inf, host_memory=math.inf, attention="flash2", cluster=slow_cluster(),
         flops_per_token=1.0)
-    monkeypatch.setattr("extras.planning.timing.TAKEN", 0.0)  # by collectives: no such device
+    # The simulated GPU does not know that compute is slower beside a collective.
+    monkeypatch.setattr("extras.planning.timing.TAKEN", 0.0)
     planned = plan(cfg, world, machine)["s/step"]
     assert values(clock, way)[0] == pytest.approx(planned, rel=TIMED[way])

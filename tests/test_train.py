@@ -21,6 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import (
     TINY,
     arguments,
@@ -57,7 +58,33 @@ def at_two(tmp):
     cases = {name: (case_losses, dict(tmp=tmp, name=f"two-{name}", strategy=name, **DROPOUT))
              for name in ("ddp", "full_shard")}
     cases["autocast"] = case_autocast, dict(tmp=tmp)
+    cases["packages"] = case_packages, dict(tmp=tmp)
     return on_ranks(2, cases)
+
+
+def case_packages(tmp):
+    """A run whose other ranks lack wandb."""
+    def required(cfg):
+        if dist.get_rank() > 0:
+            raise SystemExit("no wandb here")
+
+    with patch.object(train, "require_packages", required):
+        return len(run_training(tmp, "packages", **SHORT))
+
+
+def test_packages_are_asked_for_where_they_are_used(at_two):
+    """Rank 0 alone logs. The others would wait for a rank that left before them."""
+    assert values(at_two, "packages") == [SHORT["max_iters"]] * 2
+
+
+def test_flops_are_counted_on_a_model_that_does_not_train(tmp):
+    """Its forward runs on the meta device, and may leave a tensor of that device in it."""
+    counted, built = [], []
+    build = train.build
+    with (patch.object(train, "step_flops", lambda model, *_: counted.append(model) or 0),
+          patch.object(train, "build", lambda *args: built.append(args[0]) or build(*args))):
+        run_training(tmp, "counted", max_iters=1)
+    assert len(counted) == len(built) == 1 and counted[0] is not built[0]
 
 
 def logged(out, key):
