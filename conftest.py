@@ -6,7 +6,7 @@ import sys
 import pytest
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests"))
-from harness import make_data  # noqa: E402
+from harness import HASH_SEEDS, make_data  # noqa: E402
 
 import configurator  # noqa: E402
 
@@ -24,6 +24,15 @@ def models(tmp_path, monkeypatch):
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
     configurator.config_class.cache_clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    report = yield
+    if report.failed:
+        seeds = ",".join(map(str, HASH_SEEDS))
+        report.sections.append(("hash seeds of the ranks", f"HASH_SEEDS={seeds}"))
+    return report
 
 
 def pytest_addoption(parser):

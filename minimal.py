@@ -22,7 +22,11 @@ from model import GPT, GPTConfig
 if "WORLD_SIZE" not in os.environ:
     raise SystemExit("start it with: torchrun --standalone --nproc_per_node=2 minimal.py")
 size = int(os.environ["WORLD_SIZE"])
+if 12 % size:
+    raise SystemExit(f"{size} processes cannot share 12 samples: take 1, 2, 3, 4, 6 or 12")
 device = "cuda" if torch.cuda.device_count() >= size else "cpu"
+if device == "cpu":
+    dist.init_process_group("gloo")  # else NCCL, which refuses two ranks on one GPU
 mesh = dist.init_device_mesh(device, (size,))
 rank = mesh.get_rank()
 
@@ -72,15 +76,14 @@ total = sum(p.numel() for p in model.parameters())
 print0(f"at rest rank 0 keeps {own:,} of {total:,} parameters, on {device}")
 hook = mlp.register_forward_hook(look)
 
-# 5) Train. Every rank draws the same 12 samples and takes its share: `size` divides 12.
+# 5) Train. Every rank draws the same 12 samples and takes its share.
 with open(torch.__file__, "rb") as f:
     text = torch.tensor(list(f.read()))  # a token is a byte
 for step in range(101):
     torch.manual_seed(step)
     starts = torch.randint(len(text) - 64, (12, 1))
     starts = starts.tensor_split(size)[rank]
-    tokens = text[starts + torch.arange(65)]  # (12 / size, 65)
-    tokens = tokens.to(device)
+    tokens = text[starts + torch.arange(65)].to(device)  # (12 / size, 65)
     x = tokens[:, :-1]
     y = tokens[:, 1:]
     logits, loss = model(x, y)
@@ -100,5 +103,5 @@ for name, p in model.state_dict().items():
         state[name] = full.cpu()
 if rank == 0:
     torch.save(state, "out-minimal.pt")
-dist.barrier()
+dist.barrier(device_ids=[rank] if device == "cuda" else None)
 os._exit(0)  # gloo's threads abort one normal exit in ten: see ranks.leave

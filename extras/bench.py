@@ -133,7 +133,7 @@ def report(names, configs, times, world):
     host = peak_memory(torch.device("cpu")) >> 20
     peak = peak_flops(world.device)
     rates = {}  # measuring one takes a second
-    for dtype in {cfg.dtype for cfg in configs}:
+    for dtype in dict.fromkeys(cfg.dtype for cfg in configs):
         rates[dtype] = matmul_rate(world.device, DTYPES[dtype])
     width = max(map(len, names))
     first = median(times[0])

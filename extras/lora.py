@@ -49,7 +49,8 @@ def adapt(model, cfg, dtype):
     for p in named.values():
         p.requires_grad_(False)
         p.data = p.data.to(dtype)
-    model.base_names = frozenset(named)  # what checkpoints leave out
+    # What checkpoints leave out. No set: ranks fill these in turn, in an order that all share.
+    model.base_names = tuple(named)
     model.initial_value = partial(initial_value, model.initial_value)
 
 

@@ -8,10 +8,13 @@ Run commands as a user would, and functions on several ranks; for these tests an
     results = on_ranks(2, {"name": (function, kwargs)})  # what it returned on each rank
     assert values(results, "name") == [0, 1]
 
-Ranks are forked from a server process that has imported everything: a second a launch instead of
-the five that torchrun and the imports take. They get torchrun's environment and store, gloo on
-CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is left behind. As
-they import your file, a script needs `if __name__ == "__main__":` around what it starts.
+Each rank is forked from a server process of its own that has imported everything: a second a
+launch instead of the five that torchrun and the imports take. As under torchrun, ranks share no
+memory and no hash seed: a set has another order on each of them. A failed test prints the seeds,
+and HASH_SEEDS=11,12,13,14 in the environment sets them. Ranks get torchrun's environment and
+store, gloo on CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is
+left behind. As they import your file, a script needs `if __name__ == "__main__":` around what it
+starts.
 
 Ranks that are told device=cuda get simulated GPUs where there is no other (docs/simgpu.md). With
 SIM_GPUS=2 in the environment the process of the tests itself has two.
@@ -23,6 +26,7 @@ import json
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import random
 import re
 import runpy
 import shutil
@@ -35,7 +39,6 @@ import types
 from contextlib import (
     ExitStack,
     contextmanager,
-    nullcontext,
     redirect_stderr,
     redirect_stdout,
 )
@@ -205,7 +208,7 @@ def wants_cuda(value):
 def simulates(world):
     """Must GPUs be simulated for so many ranks? Skips the test if there are none at all."""
     gpus = torch.cuda.device_count()
-    if "simgpu" in sys.modules or gpus >= world:
+    if gpus >= world:
         return "simgpu" in sys.modules
     if gpus:
         pytest.skip(f"needs {world} of CUDA's GPUs")
@@ -222,19 +225,33 @@ def cannot_simulate():
     return p.stderr.strip().splitlines()[-1] if p.returncode else ""
 
 
+def hash_seeds():
+    """PYTHONHASHSEED of rank 0, 1, ...: other numbers in each run of the tests."""
+    told = os.environ.get("HASH_SEEDS")
+    if told:
+        return [int(seed) for seed in told.split(",")]
+    return random.SystemRandom().sample(range(1, 2**32), 8)
+
+
+HASH_SEEDS = hash_seeds()
+
+
 @functools.cache
-def simulator():
-    """Another server to fork ranks from: its PyTorch has simulated GPUs."""
+def server_of(rank, gpus):
+    """The server that a rank is forked from. gpus: how many its PyTorch simulates."""
     server = multiprocessing.forkserver.ForkServer()
     server.set_forkserver_preload(PRELOADED)
-    with patch.dict(os.environ, SIM_GPUS=str(SIMULATED)):
+    env = dict(PYTHONHASHSEED=str(HASH_SEEDS[rank]))
+    if gpus:
+        env["SIM_GPUS"] = str(gpus)
+    with patch.dict(os.environ, env):
         server.ensure_running()
     return server
 
 
 class Ranks:
     """
-    function(*args) on `world` forked ranks, started at once.
+    function(*args) on `world` ranks, started at once, each forked from its own server.
 
     alone: without torchrun's environment, as one rank is by default. restarts: an earlier Ranks,
     whose store these ranks get, as torchrun's restarted ranks do.
@@ -242,16 +259,17 @@ class Ranks:
 
     def __init__(self, world, function, *args, alone=None, restarts=None):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        server = nullcontext()  # the usual one
-        if wants_cuda(args) and simulates(world) and "simgpu" not in sys.modules:
-            server = patch.object(multiprocessing.forkserver, "connect_to_new_process",
-                                  simulator().connect_to_new_process)
+        gpus = int(os.environ.get("SIM_GPUS", 0))
+        if wants_cuda(args) and simulates(world):
+            gpus = gpus or SIMULATED
+        servers = [server_of(rank, gpus) for rank in range(world)]  # they import side by side
         env = {}
+        if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
+            env["TORCH_DISTRIBUTED_DEBUG"] = os.environ["TORCH_DISTRIBUTED_DEBUG"]
         if not (world == 1 if alone is None else alone):
             self.store = restarts.store if restarts else dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            env = dict(
+            env.update(
                 WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_WORLD_SIZE=1,
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
                 TORCHELASTIC_USE_AGENT_STORE=True,
@@ -259,11 +277,12 @@ class Ranks:
         self.logs, self.ranks = tempfile.TemporaryDirectory(), []
         for name in ("out", "err"):
             open(os.path.join(self.logs.name, name), "w").close()
-        for rank in range(world):
-            own = {**env, "RANK": rank, "LOCAL_RANK": rank} if env else {}
+        for rank, server in enumerate(servers):
+            own = {**env, "RANK": rank, "LOCAL_RANK": rank} if "WORLD_SIZE" in env else env
             told = (own, self.logs.name, configurator.HERE, function, args)
             p = context.Process(target=forked, args=told, daemon=True)  # ends with pytest, at last
-            with server:
+            with patch.object(multiprocessing.forkserver, "connect_to_new_process",
+                              server.connect_to_new_process):
                 p.start()
             self.ranks.append(p)
 
@@ -299,6 +318,7 @@ def forked(env, logs, models, function, args):
         os.dup2(os.open(os.path.join(logs, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     usual_signals()
     os.environ.update({k: str(v) for k, v in env.items()})
+    dist.set_debug_level_from_env()  # DETAIL: PyTorch compares each collective over the ranks
     configurator.HERE = models  # what the fixture `models` has set
     os.chdir(HERE)
     torch.set_num_threads(1)
@@ -331,7 +351,9 @@ def on_ranks(world, cases, timeout=600):
 
 
 def run_cases(cases, out):
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    # NCCL connects at once from torch 2.15 on, and refuses two ranks on one GPU: so it is here
+    # only where a case wants GPUs, of which there are then enough.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if wants_cuda(cases) else "gloo")
     for name, (function, kwargs) in cases.items():
         try:
             result = {"value": function(**kwargs)}

@@ -17,7 +17,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, built, heard, on_ranks, refused, tiny, values
+from harness import (
+    HASH_SEEDS,
+    Ranks,
+    built,
+    cannot_simulate,
+    heard,
+    on_ranks,
+    refused,
+    tiny,
+    values,
+)
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -114,6 +124,46 @@ def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
           patch.object(ranks, "connect", lambda *args: calls.append(args))):
         ranks.setup("cpu", "auto")
     assert calls == [(dist.group.WORLD, torch.device("cpu"))]
+
+
+def case_one_gpu():
+    """What this rank sees, and takes; and a sum."""
+    world = ranks.setup("auto", "auto")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return dict(
+        seed=int(os.environ["PYTHONHASHSEED"]), hash=hash("a"), gpus=torch.cuda.device_count(),
+        device=str(world.device), backend=dist.get_backend_config(dist.group.WORLD),
+        total=total.item())
+
+
+def case_two_ranks_on_one_gpu():
+    """What NCCL says to it, and when."""
+    when = "made"
+    try:
+        group = dist.new_group(backend="nccl")
+        when = "used"
+        dist.all_reduce(torch.ones(1, device="cuda:0"), group=group)
+    except dist.DistBackendError as e:
+        return when, str(e)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it simulates a machine with one GPU")
+def test_ranks_on_a_machine_with_one_gpu(monkeypatch):
+    """Each has a hash seed of its own, as under torchrun. They take the CPU and gloo: NCCL would
+    refuse two ranks on one GPU."""
+    if reason := cannot_simulate():
+        pytest.skip(reason)
+    monkeypatch.setenv("SIM_GPUS", "1")
+    results = on_ranks(2, {"cpu": (case_one_gpu, {}), "nccl": (case_two_ranks_on_one_gpu, {})})
+    first, second = values(results, "cpu")
+    assert [first.pop("seed"), second.pop("seed")] == HASH_SEEDS[:2]
+    assert first.pop("hash") != second.pop("hash")
+    assert first == second == dict(gpus=1, device="cpu", backend="cpu:gloo,cuda:gloo", total=2.0)
+    for when, text in values(results, "nccl"):
+        # torch 2.15's NCCL connects when a group is made
+        assert when == ("made" if hasattr(dist.distributed_c10d, "_nccl2_device") else "used")
+        assert "Duplicate GPU" in text
 
 
 @pytest.mark.parametrize("size, nodes, gpus, device", [

@@ -154,6 +154,11 @@ def test_minimal_without_torchrun_is_one_line():
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and "torchrun" in p.stderr
 
 
+def test_minimal_on_ranks_that_cannot_share_its_samples_is_one_line():
+    p = python("minimal.py", env=dict(WORLD_SIZE="5"))
+    assert p.returncode == 1 and p.stderr.count("\n") == 1 and "12 samples" in p.stderr
+
+
 def test_minimal_is_what_docs_measure():
     """bare.py in docs/measurements.md is minimal.py at other sizes."""
     bare = re.search(r"# bare.py.*?^```", read("docs/measurements.md"), re.M | re.S)[0]
@@ -163,16 +168,18 @@ def test_minimal_is_what_docs_measure():
         assert text in read("minimal.py"), text
 
 
-@pytest.mark.parametrize("n, device", [(3, "cpu"), (2, "cuda")])
-def test_minimal_trains_as_one_process(tmp_path, n, device):
-    """It prints what plain PyTorch computes, and its checkpoint has those weights."""
+@pytest.mark.parametrize("n, gpus", [(3, 0), (2, 1), (2, 2)])
+def test_minimal_trains_as_one_process(tmp_path, n, gpus):
+    """It prints what plain PyTorch computes, and its checkpoint has those weights. On a machine
+    with fewer GPUs than ranks it takes the CPU."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    env = dict(CUDA_VISIBLE_DEVICES="") if device == "cpu" else {}
-    if device == "cuda" and simulates(n):
+    env = dict(CUDA_VISIBLE_DEVICES=",".join(map(str, range(gpus))))
+    if gpus and simulates(gpus):
         launcher += ["-m", "simgpu"]
-        env = dict(SIM_GPUS=str(n), PYTHONPATH=os.path.join(HERE, "tests"))
+        env = dict(SIM_GPUS=str(gpus), PYTHONPATH=os.path.join(HERE, "tests"))
+    device = "cuda" if gpus >= n else "cpu"
     p = python(*launcher, os.path.join(HERE, "minimal.py"), cwd=tmp_path, env=env)
-    assert p.returncode == 0, p.stderr
+    assert p.returncode == 0 and "Warning" not in p.stderr, p.stderr
     model = GPT(GPTConfig(block_size=64, vocab_size=256, n_layer=4, n_head=4, n_embd=128))
     rows = sum(math.ceil(len(q) / n) * q[0].numel() for q in model.parameters())
     block = sum(q.numel() for q in model.blocks[1].parameters())

@@ -8,6 +8,7 @@ anything. The table is repeated in docs/simgpu.md.
 """
 
 import functools
+import os
 import sys
 import threading
 from unittest.mock import patch
@@ -327,8 +328,10 @@ def a_tensor_is_on_another_ranks_gpu(tmp, right):
 
 @bug("error", "Duplicate GPU detected")
 def two_ranks_take_the_same_gpu(tmp, right):
-    group = dist.new_group(backend="nccl")
-    dist.all_reduce(torch.ones(1, device=f"cuda:{dist.get_rank() if right else 0}"), group=group)
+    gpu = dist.get_rank() if right else 0
+    with patch.dict(os.environ, LOCAL_RANK=str(gpu)):  # by which torch 2.15 connects at once
+        group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.ones(1, device=f"cuda:{gpu}"), group=group)
 
 
 # ---------- memory ------------------------------------------------------------

@@ -43,12 +43,16 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
         self.group._register_backend(
             torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self)
         self.store = store
-        self.device = None  # from the first collective on
+        self.device = None
         self.number = 1 + len(self.made)
         self.made[options.group_name] = self
+        if device is not None:
+            self.connect(device)
 
     def connect(self, device):
-        """At the first collective, as NCCL does: each rank must have a GPU of its own."""
+        """When the group is made, from torch 2.15 on, which says on which device: on GPU LOCAL_RANK
+        modulo their number. Before that at the first collective. Each rank must have a GPU of
+        its own."""
         self.device = device
         mine = f"{socket.gethostname()} {device}"
         self.store.set(f"gpu of {self.rank()}", mine)
