@@ -51,6 +51,7 @@ import pytest
 
 # Threads of OpenMP that wait for each other do not spin: other processes need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if os.environ.get("SIM_GPUS"):
     import simgpu  # noqa: F401  before torch, which then has so many simulated GPUs
 
@@ -144,6 +145,12 @@ def script(path, *args, **env):
 def torchrun(n, *args, **kwargs):
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
     return python(*launcher, *args, **kwargs)  # --standalone takes a free port by itself
+
+
+def copied(path):
+    """The project without what git ignores, in the new directory `path`."""
+    left_out = (".git", ".venv", "out", "out-*", "*.bin", "__pycache__", ".*_cache")
+    return shutil.copytree(HERE, path, ignore=shutil.ignore_patterns(*left_out))
 
 
 def start(world, args, tmp, *options, **env):
@@ -532,6 +539,11 @@ def heard():
 
 def flags(**overrides):
     return [f"--{k}={v}" for k, v in overrides.items()]
+
+
+# any config in seconds
+SHORT = flags(max_iters=2, eval_interval=2, eval_iters=1, n_layer=2, n_head=2, n_embd=16,
+              block_size=16, batch_size=1, device="cpu", dtype="float32", compile=False)
 
 
 def arguments(tmp, out, model="gpt2", **overrides):

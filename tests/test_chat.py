@@ -7,15 +7,11 @@ Which tokens are learned: chats and --learn of data/prepare.py, and the masks th
 import itertools
 import json
 import multiprocessing
-import os
-import re
-import shlex
-import shutil
 import signal
 
 import numpy as np
 import pytest
-from harness import flags, refused, script
+from harness import refused
 from test_data import (
     files_of,
     gpt2_or_skip,
@@ -24,7 +20,6 @@ from test_data import (
     split_documents,
     write_jsonl,
 )
-from test_readme import copied, run_in
 
 from data import prepare as prepare_py
 from data.chat import conversation, message
@@ -306,53 +301,3 @@ def test_few_windows_are_cut_at_a_window(tmp_path):
     (train, ours), (val, theirs) = (documents_of(tmp_path / "o", s, 32) for s in ("train", "val"))
     assert (len(train), len(val)) == (608, 96)
     assert np.concatenate([ours, theirs]).tolist() == [0] + [1] * 699 + [0] * 4
-
-
-def test_finetuning_page_works_as_printed(tmp_path, monkeypatch):
-    """Its commands, in order, in a copy of the project, with a small model for those of the hub;
-    lm_eval where it is installed."""
-    from test_huggingface import make_hf  # here: a fork may have no extras/
-    copy = copied(tmp_path / "copy")
-    monkeypatch.chdir(copy)
-    instruct, base = copy / "instruct", copy / "base"
-    hf = make(instruct, CHATML)
-    make_hf(base, "smollm2", vocab_size=hf.get_vocab_size(), eos_token_id=1, bos_token_id=0)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(instruct / file, base)
-    chats = [{"messages": [{**SUN, "content": f"{i}?"}, YES] * (1 + i % 3)} for i in range(99)]
-    write_jsonl(copy / "chats.jsonl", chats)
-    write_jsonl(copy / "qa.jsonl", [{"question": f"{i}?", "answer": str(i)} for i in range(99)])
-    (copy / "tasks").mkdir()
-    config = copy / "config/finetune_smollm2.py"
-    for path in (copy / "docs/finetuning.md", config):
-        here = path.read_text().replace("HuggingFaceTB/SmolLM2-135M-Instruct", "instruct")
-        path.write_text(here.replace("HuggingFaceTB/SmolLM2-135M", "base"))
-    page = (copy / "docs/finetuning.md").read_text()
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)
-    told = [text for kind, text in blocks if kind == "yaml"]
-    (copy / "tasks/capitals.yaml").write_text(told[0])
-    write_jsonl(copy / "tasks/capitals.jsonl", [{"country": "France", "capital": "Paris"}])
-    small = flags(max_iters=2, eval_interval=2, eval_iters=9, block_size=32, batch_size=2,
-                  gradient_accumulation_steps=1, device="cpu", dtype="float32")
-    for kind, text in blocks:
-        if kind == "python":
-            (copy / "page.py").write_text(text)
-            run_in(copy, "python page.py", as_printed=True)
-        commands = text.replace("\\\n", " ").splitlines() if kind == "text" else []
-        for command in commands:
-            if command.startswith("lm_eval") and not shutil.which("lm_eval"):
-                continue
-            if "prepare.py" in command:
-                _, path, *argv = shlex.split(command)
-                p = script(path, *argv, f"--out=data/{argv[0]}")
-                assert p.returncode == 0, p.stderr
-                continue
-            if "train.py" in command:
-                # a path: forked ranks look for names in this repository
-                command = " ".join([command, *small, "--dataset=data/my_chats"])
-            # in_ranks() does not read what only a shell does
-            run_in(copy, command, as_printed="$" in command or command.startswith("lm_eval"))
-    files = set(os.listdir(copy / "my_model"))
-    assert files >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert json.loads((copy / "my_model/config.json").read_text())["eos_token_id"] == [5, 1]
-    assert (copy / "data/my_chats/train.mask").exists()

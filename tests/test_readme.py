@@ -1,6 +1,7 @@
 """
-What is printed in README.md and docs/ works: links, commands, configs. And the house stands as
-it is drawn there: which file may import which, and that extras/ can go.
+What is printed in README.md and docs/ works: links, minimal.py, configs; test_commands.py runs the
+commands. And the house stands as it is drawn there: which file may import which, and that extras/
+can go.
 
     python -m pytest -q tests/test_readme.py
     python -m pytest -q tests/test_readme.py -k house
@@ -8,18 +9,25 @@ it is drawn there: which file may import which, and that extras/ can go.
 
 import ast
 import graphlib
-import importlib
 import math
 import os
 import re
-import shlex
 import shutil
-import sys
 from glob import glob
 
 import pytest
 import torch
-from harness import HERE, Ranks, flags, launch, of_ours, python, shell, simulates
+from harness import (
+    HERE,
+    SHORT,
+    copied,
+    flags,
+    launch,
+    losses,
+    of_ours,
+    python,
+    simulates,
+)
 
 from configurator import STRATEGIES, load_config
 from model import GPT, GPTConfig
@@ -61,89 +69,6 @@ def test_readme_ruff_passes():
     assert p.returncode == 0, p.stdout
 
 
-def sh_commands(page):
-    """The lines of its ```sh blocks, joined over backslashes. What needs a cluster, GPUs or a
-    network stands in ```text blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", read(page), re.M | re.S)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
-
-
-# in a fresh environment these run in .ci/run
-INSTALLED = r"python3 -m venv|\. \.venv|pip install|python -m pytest"
-SHORT = flags(max_iters=2, eval_interval=2, eval_iters=1, n_layer=2, n_head=2, n_embd=16,
-              block_size=16, batch_size=1, device="cpu", dtype="float32", compile=False)
-
-
-def shortened(command):
-    """The same command in seconds, by appended flags."""
-    more, trains = [], re.search(r"train\.py|extras\.bench", command)
-    if trains and "--help" not in command:
-        more += SHORT
-        if "dataset" not in command:
-            more += ["--dataset=data/python_stdlib"]  # of the copy
-    if "sample.py" in command:
-        more += ["--max_new_tokens=5", "--num_samples=1"]
-    if "extras.plan" in command:
-        more += ["--n_layer=2"]
-    return " ".join([command, *more])
-
-
-def in_ranks(command, here=HERE):
-    """The command in forked ranks, which spares each process seconds of imports; None if it is
-    none of ours."""
-    launcher = r"(?:torchrun --standalone --nproc_per_node=(\d+)|python)"
-    ours = re.match(launcher + r" (?:-m (extras\.\w+)|(\w+)\.py) (.*)", command)
-    if ours:
-        n, extra, file, argv = ours.groups()
-        p = Ranks(int(n or 1), main_in, here, extra or file, shlex.split(argv), alone=not n)
-        return p.finish(180)
-
-
-def main_in(here, module, argv):
-    os.chdir(here)
-    importlib.import_module(module).main(argv)
-
-
-def copied(path):
-    """The project without what git ignores."""
-    left_out = (".git", ".venv", "out", "out-*", "*.bin", "__pycache__", ".*_cache")
-    return shutil.copytree(HERE, path, ignore=shutil.ignore_patterns(*left_out))
-
-
-def run_in(copy, command, as_printed):
-    path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
-    p = None if as_printed else in_ranks(command, copy)
-    env = {"PYTHONPATH": str(copy), "PATH": path}
-    p = p or shell("bash", "-c", command, cwd=copy, timeout=180, env=env)
-    assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
-
-
-def test_readme_commands_run(tmp_path):
-    """In a copy of the project, in order: README.md, then the pages of docs/."""
-    copy = copied(tmp_path / "copy")
-    first, second, *_ = sh_commands("README.md")
-    assert "python3 -m venv" in first and "minimal.py" in first and "quickstart" in second
-    for i, line in enumerate(line for page in PAGES for line in sh_commands(page)):
-        for command in map(str.strip, line.split("&&")):
-            if not re.match(INSTALLED, command):
-                # its first commands as a user would
-                run_in(copy, shortened(command), as_printed=i in (0, 1))
-
-
-def test_readme_gpu_commands_run_small_on_a_cpu(tmp):
-    """Every bench of docs/gpu.md, but nanoGPT's own and float8's; test_plan.py runs plan.py."""
-    text = read("docs/gpu.md").replace("\\\n", " ")
-    commands = re.findall(r"^(?:torchrun|python) .*-m extras\.bench .*", text, re.M)
-    commands = [command for command in commands if "float8" not in command]
-    assert commands
-    sizes = [*SHORT[3:], "--gradient_accumulation_steps=1", f"--dataset={tmp}/toy"]
-    for command in commands:
-        command = command.replace("extras.bench", "extras.bench --steps=1")
-        p = in_ranks(" ".join([command, *sizes]))
-        assert p.returncode == 0, f"{command}\n{p.stdout}\n{p.stderr}"
-
-
 def test_readme_shows_all_of_minimal():
     block = re.search(r"^```python\n(.*?)^```", read("README.md"), re.M | re.S)[1]
     assert block == read("minimal.py")
@@ -168,18 +93,36 @@ def test_minimal_is_what_docs_measure():
         assert text in read("minimal.py"), text
 
 
-@pytest.mark.parametrize("n, gpus", [(3, 0), (2, 1), (2, 2)])
-def test_minimal_trains_as_one_process(tmp_path, n, gpus):
-    """It prints what plain PyTorch computes, and its checkpoint has those weights. On a machine
-    with fewer GPUs than ranks it takes the CPU."""
+def launched(n, gpus, cwd, program, *argv):
+    """A program of this repository under torchrun, on a machine with so many GPUs."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
     env = dict(CUDA_VISIBLE_DEVICES=",".join(map(str, range(gpus))))
     if gpus and simulates(gpus):
         launcher += ["-m", "simgpu"]
         env = dict(SIM_GPUS=str(gpus), PYTHONPATH=os.path.join(HERE, "tests"))
+    p = python(*launcher, os.path.join(HERE, program), *argv, cwd=cwd, env=env)
+    assert p.returncode == 0, p.stderr
+    return p
+
+
+@pytest.mark.parametrize("gpus, takes", [(0, "cpu"), (1, "cpu"), (2, "cuda")])
+def test_train_says_what_it_takes_on_a_machine_with_few_gpus(tmp, tmp_path, gpus, takes):
+    argv = [flag for flag in SHORT if "device" not in flag]
+    argv += flags(dataset=f"{tmp}/toy", out_dir=tmp_path / "out", gradient_accumulation_steps=2)
+    p = launched(2, gpus, tmp_path, "train.py", *argv)
+    assert f"strategy full_shard, 2 x {takes}, float32" in p.stdout
+    assert ("fewer GPUs (1) than processes (2): all take the CPU" in p.stdout) == (gpus == 1)
+    launch(1, [*SHORT, *argv, f"--out_dir={tmp_path}/one"])
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+@pytest.mark.parametrize("n, gpus", [(3, 0), (2, 1), (2, 2)])
+def test_minimal_trains_as_one_process(tmp_path, n, gpus):
+    """It prints what plain PyTorch computes, and its checkpoint has those weights. On a machine
+    with fewer GPUs than ranks it takes the CPU."""
+    p = launched(n, gpus, tmp_path, "minimal.py")
+    assert "Warning" not in p.stderr, p.stderr
     device = "cuda" if gpus >= n else "cpu"
-    p = python(*launcher, os.path.join(HERE, "minimal.py"), cwd=tmp_path, env=env)
-    assert p.returncode == 0 and "Warning" not in p.stderr, p.stderr
     model = GPT(GPTConfig(block_size=64, vocab_size=256, n_layer=4, n_head=4, n_embd=128))
     rows = sum(math.ceil(len(q) / n) * q[0].numel() for q in model.parameters())
     block = sum(q.numel() for q in model.blocks[1].parameters())
@@ -339,5 +282,11 @@ def test_house_stands_without_extras(tmp, tmp_path):
         p = run("train.py", *SHORT, flag, f"--dataset={tmp}/toy", f"--out_dir={tmp_path}/out")
         assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
         assert flag[2:].replace("llama", "'llama'") in p.stderr and file in p.stderr, p.stderr
-    for command in sh_commands("README.md")[1].split("&&"):
-        run_in(copy, shortened(command.strip()), as_printed=True)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    for command in (
+        ("data/python_stdlib/prepare.py",),
+        (*launcher, "train.py", "config/quickstart.py", *SHORT),
+        ("sample.py", "--out_dir=out-quickstart", "--max_new_tokens=5", "--num_samples=1"),
+    ):
+        p = run(*command)
+        assert p.returncode == 0, p.stderr
