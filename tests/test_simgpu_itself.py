@@ -367,11 +367,63 @@ def case_bug(tmp, name, right, device):
     return {check: str(what) if what else "" for check, what in said.items()}
 
 
+def case_kernels(device):
+    """{what is run: [[kernel, tensors that it reads, tensors that it writes]]}."""
+    ran = []
+
+    def price(name, reads, writes):
+        ran.append([name, len(reads), len(writes)])
+        return 0.0
+
+    library = torch.library.Library("simgpu", "IMPL")
+    library.impl("price", price, "CUDA")
+    x, y, out = cuda(8, 4), cuda(8, 4), cuda(8, 4)
+    gate = cuda(8, 4, requires_grad=True)
+    loss = F.silu(gate)
+    does = {
+        "x += y": lambda: x.add_(y),
+        "x + y": lambda: x + y,
+        "out=": lambda: torch.add(x, y, out=out),
+        "copy": lambda: x.copy_(y),
+        "foreach": lambda: torch._foreach_mul_([x, y], 2.0),
+        "norms": lambda: torch._foreach_norm([x, y]),
+        "layer_norm": lambda: F.layer_norm(x, (4,)),
+        "chunk_cat": lambda: torch._chunk_cat([x, y], 0, 2, out=cuda(2, 16)),
+        "silu's gradient": lambda: loss.backward(out),
+    }
+    kernels = {}
+    for name, function in does.items():
+        simgpu.device.simgpu_price(1)
+        function()
+        simgpu.device.simgpu_price(0)
+        kernels[name] = [kernel for kernel in ran if kernel[0] != "fill_"]
+        ran.clear()
+    return kernels
+
+
 @pytest.fixture(scope="module")
 def said(tmp):
     cases = {f"{name} {right}": (case_bug, dict(tmp=tmp, name=name, right=right, device="cuda"))
              for name in BUGS for right in (True, False)}
+    cases["kernels"] = case_kernels, dict(device="cuda")
     return on_ranks(2, cases)
+
+
+def test_simgpu_runs_one_kernel_where_a_gpu_does(said):
+    """In a CPU build of PyTorch too, which composes these of several. What is changed in place is
+    read and written."""
+    kernels, _ = values(said, "kernels")
+    assert kernels == {
+        "x += y": [["add_", 2, 1]],
+        "x + y": [["add", 2, 1]],
+        "out=": [["add", 2, 1]],
+        "copy": [["copy_", 1, 1]],
+        "foreach": [["_foreach_mul_", 2, 2]],
+        "norms": [["_foreach_norm", 2, 2]],
+        "layer_norm": [["native_layer_norm", 1, 3]],
+        "chunk_cat": [["_chunk_cat", 2, 1]],
+        "silu's gradient": [["silu_backward", 2, 1]],
+    }
 
 
 @pytest.mark.parametrize("name", BUGS)
