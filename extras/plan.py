@@ -19,9 +19,12 @@ import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+# Started by its path, this file does not see the repository.
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config, resolve
 from extras.planning import timing
 from extras.planning.picture import check_plot, draw, print_events

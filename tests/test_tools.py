@@ -20,6 +20,7 @@ from harness import (
     TINY,
     Ranks,
     arguments,
+    finish,
     launch,
     make_data,
     plain_gpt,
@@ -27,6 +28,7 @@ from harness import (
     read_metrics,
     refused,
     run_training,
+    start,
     tiny,
 )
 
@@ -218,6 +220,17 @@ def test_tools_missing_package_is_one_clear_line(tmp, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails, installed or not
     line = refused(metrics.Log, tiny(tmp, wandb_log=True), World(), str(tmp_path), "the-id", 0)
     assert "wandb_log=True" in line and "pip install wandb" in line
+
+
+def test_tools_of_extras_start_from_another_directory(tmp_path):
+    """By their paths, as train.py, sample.py and data/prepare.py do."""
+    paths = [os.path.join(HERE, "extras", name) for name in ("plan.py", "bench.py", "huggingface.py")]
+    if not os.path.exists(paths[0]):
+        pytest.skip("extras/ is not here")
+    started = [start(1, [path, "--help"], tmp_path, PYTHONPATH="") for path in paths]
+    for path, p in zip(paths, started):
+        out = finish(p)
+        assert p.returncode == 0 and "python -m extras." in out, f"{path}\n{out}"
 
 
 def test_tools_windows_is_one_clear_line():
