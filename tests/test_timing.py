@@ -5,18 +5,22 @@ against what others published (published.py). What plan.py prints of it is teste
     python -m pytest -q tests/test_timing.py
 """
 
+import os
 import re
+import shutil
 from dataclasses import replace
 
 import published
 import pytest
 import torch
-from harness import refused
+from harness import HERE, refused
 from test_plan import HYBRID, TINY, command, placed
+from torch.utils._pytree import tree_leaves
 
 from extras import plan
 from extras.planning import timing
 from extras.planning.program import COMPUTE, Event, Operation, Record, Wait
+from extras.planning.program import touched as touched_by
 from extras.planning.rehearse import rehearse
 
 # A GPU with round numbers: 1 PFLOP/s of products and 1 TB/s of memory that kernels reach.
@@ -110,6 +114,30 @@ def test_timing_counts_the_products_attention_and_the_update():
     rows = sum(-(-len(p) // 8) * p[0].numel() for p in plan.meta_model(cfg).parameters())
     update = sum(op.moved() for op in ops if op.name == "update")
     assert update == pytest.approx(7 * 4 * rows, rel=0.01)  # p, m, v read and written, g read
+
+
+@pytest.mark.parametrize("name, arguments, reads, writes", [
+    ("aten.mul_.Tensor", "xy", "xy", "x"), ("aten.copy_", "xy", "y", "x"), ("aten.zero_", "x", "", "x"),
+    ("aten._foreach_mul_.List", "xy", "xy", "x"), ("aten._foreach_copy_", "xy", "y", "x")])
+def test_timing_in_place_is_read_and_written_but_by_a_copy(name, arguments, reads, writes):
+    args = [[letter] for letter in arguments]
+    out = None if "foreach" in name else args[0]
+    touched = touched_by(name, args, {}, out)
+    assert ["".join(tree_leaves(some)) for some in touched] == [reads, writes]
+
+
+def test_timing_counts_a_convolution(models):
+    """hybrid.py's has a group for each channel, and pads 3 positions on the left and as many on
+    the right."""
+    shutil.copy(os.path.join(HERE, "tests", "hybrid.py"), models)
+    argv = ["--model=hybrid", "--n_layer=1", "--width=32", "--block_size=16", "--batch_size=2",
+            "--vocab_size=67", "--gradient_accumulation_steps=2", "--strategy=full_shard"]
+    for dtype, width in (("bfloat16", 2), ("float32", 4)):
+        [row] = plan.main([*argv, f"--dtype={dtype}", "--world_size=2", "--gpu=H100"])
+        ops = [op for op in row["program"] if isinstance(op, Operation) and "convolution" in op.name]
+        assert [op.name for op in ops] == ["aten.convolution", "aten.convolution_backward"]
+        assert ops[0].flops == 2 * 2 * (16 + 3) * 32 * 4
+        assert [op.width for op in ops] == [width, width]
 
 
 # -----------------------------------------------------------------------------

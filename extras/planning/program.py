@@ -147,13 +147,15 @@ def touched(name, args, kwargs, out):
 
 def computed(op, args, kwargs, out):
     """dict of the FLOPs of a product or of attention, and what they depend on."""
-    count = flop_registry.get(op.overloadpacket)
     if "scaled_dot_product" not in str(op):
+        count = flop_registry.get(op.overloadpacket)
         if not count:
             return {}
-        # The last tensor: a convolution's last arguments are numbers, such as its groups.
-        *_, tensor = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        return dict(flops=count(*args, **kwargs, out_val=out), width=tensor.itemsize)
+        # The first argument is a tensor that is multiplied, or has its type. The last may be a
+        # number, such as a convolution's groups.
+        return dict(flops=count(*args, **kwargs, out_val=out), width=args[0].itemsize)
+    # Not by the registry, which knows a CPU's kernel from torch 2.15 on and counts the products
+    # that a causal kernel leaves out.
     is_backward = "backward" in str(op)
     q, k = args[1:3] if is_backward else args[:2]
     B, nh, T, hs = q.shape
