@@ -667,6 +667,13 @@ def test_plan_units_may_be_none(capsys):
     lines = command(capsys, *SMALL, "--wrap_min_params=1000000000", "--strategy=full_shard",
                     "--world_size=8", "--gradient_accumulation_steps=8")
     assert [line.split()[0] for line in lines if line.startswith(STRATEGIES)] == ["full_shard"]
+    assert "gradient_accumulation_steps=8, a multiple of 8" in lines[1]
+
+
+def test_plan_says_that_it_takes_more_micro_batches_than_the_config(capsys):
+    lines = command(capsys, *TINY, "--strategy=full_shard", "--world_size=3",
+                    "--gradient_accumulation_steps=4")
+    assert "gradient_accumulation_steps=6 instead of 4, a multiple of 3: 2 x" in lines[1]
 
 
 def test_plan_table_of_a_large_model_is_quick_and_small():
@@ -729,6 +736,8 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
     assert figure.get_suptitle().startswith("gpt2 on 4 GPUs of ")
     assert figure.axes[0].get_ylabel() == "MiB on a GPU"
     assert figure.axes[-1].get_xlabel() == "ms"
+    [legend] = figure.legends
+    assert "head and update begin" in [text.get_text() for text in legend.get_texts()]
     for row, panel in zip(rows, figure.axes):
         filled = [c for c in panel.collections if isinstance(c, collections.PolyCollection)]
         step = row["step"]

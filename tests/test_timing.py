@@ -10,6 +10,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import published
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from extras import plan
 from extras.planning import timing
+from extras.planning.picture import print_event
 from extras.planning.program import COMPUTE, Event, Operation, Record, Wait
 from extras.planning.program import touched as touched_by
 from extras.planning.rehearse import rehearse
@@ -117,8 +119,9 @@ def test_timing_counts_the_products_attention_and_the_update():
 
 
 @pytest.mark.parametrize("name, arguments, reads, writes", [
-    ("aten.mul_.Tensor", "xy", "xy", "x"), ("aten.copy_", "xy", "y", "x"), ("aten.zero_", "x", "", "x"),
-    ("aten._foreach_mul_.List", "xy", "xy", "x"), ("aten._foreach_copy_", "xy", "y", "x")])
+    ("aten.mul_.Tensor", "xy", "xy", "x"), ("aten.copy_", "xy", "y", "x"),
+    ("aten.zero_", "x", "", "x"), ("aten._foreach_mul_.List", "xy", "xy", "x"),
+    ("aten._foreach_copy_", "xy", "y", "x")])
 def test_timing_in_place_is_read_and_written_but_by_a_copy(name, arguments, reads, writes):
     args = [[letter] for letter in arguments]
     out = None if "foreach" in name else args[0]
@@ -134,7 +137,7 @@ def test_timing_counts_a_convolution(models):
             "--vocab_size=67", "--gradient_accumulation_steps=2", "--strategy=full_shard"]
     for dtype, width in (("bfloat16", 2), ("float32", 4)):
         [row] = plan.main([*argv, f"--dtype={dtype}", "--world_size=2", "--gpu=H100"])
-        ops = [op for op in row["program"] if isinstance(op, Operation) and "convolution" in op.name]
+        ops = [op for op in row["program"] if "convolution" in getattr(op, "name", "")]
         assert [op.name for op in ops] == ["aten.convolution", "aten.convolution_backward"]
         assert ops[0].flops == 2 * 2 * (16 + 3) * 32 * 4
         assert [op.width for op in ops] == [width, width]
@@ -357,6 +360,33 @@ def test_timing_a_list_of_gpus_is_one_rehearsal(capsys, monkeypatch):
     per_gpu = [float(line[5].replace(",", "")) for line in more]
     assert per_gpu[0] > per_gpu[1] > per_gpu[2]
     assert any(line.startswith("full_shard: beyond 8 GPUs each one more") for line in lines)
+    [line] = [line for line in lines if "instead of" in line]  # the config's are no multiple of 64
+    assert "64 on 64 GPUs instead of 16" in line and " 16 on" not in line and "train.py" in line
+
+
+def test_timing_the_whole_run_is_priced_on_each_number_of_gpus(capsys):
+    lines = command(capsys, *TIMED, "--world_size=8,16", "--tokens=3e9", "--price=2.5")
+    for size in (8, 16):
+        [cells] = [line.split() for line in lines if re.match(rf"full_shard +{size} ", line)]
+        days, hours, dollars = [float(cell.replace(",", "")) for cell in cells[8:]]
+        rate = float(cells[3].replace(",", ""))
+        assert hours == pytest.approx(size * 3e9 / rate / 3600, abs=0.51)
+        assert days == pytest.approx(3e9 / rate / 3600 / 24, abs=0.006)
+        assert dollars == pytest.approx(2.5 * size * 3e9 / rate / 3600, abs=0.51)
+    heads = [line.split() for line in lines if line.endswith("dollars")]
+    assert heads[0][-3:] == ["days", "GPU-hours", "dollars"]
+    assert not any("instead of" in line for line in lines)
+
+
+def test_timing_large_numbers_do_not_touch_their_neighbours(capsys):
+    """Nor the long name of a unit in --events."""
+    plan.print_line("full_shard", 3 * ["1,234,567,890.12"], 3 * ["1,234,567,890"], "yes", "forward")
+    assert len(capsys.readouterr().out.split()) == 9
+    where = "forward, block 10"
+    event = Event("all_gather", "block 10.attn.c_attn", where, 0, 1, size=2 * 10**9, ranks=2)
+    print_event(event, where, dict(timeline=np.zeros((1, 6))), unit=1)
+    cells = "forward, block 10 all-gather block 10.attn.c_attn 1,000,000,000.00 0.00"
+    assert capsys.readouterr().out.split() == cells.split()
 
 
 def test_timing_a_list_of_gpus_for_hybrid_shard_is_each_ones_own_plan(capsys):

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
+import harness
 import pytest
 import torch
 from harness import (
@@ -20,7 +21,6 @@ from harness import (
     TINY,
     Ranks,
     arguments,
-    finish,
     launch,
     make_data,
     plain_gpt,
@@ -28,7 +28,6 @@ from harness import (
     read_metrics,
     refused,
     run_training,
-    start,
     tiny,
 )
 
@@ -224,12 +223,13 @@ def test_tools_missing_package_is_one_clear_line(tmp, tmp_path, monkeypatch):
 
 def test_tools_of_extras_start_from_another_directory(tmp_path):
     """By their paths, as train.py, sample.py and data/prepare.py do."""
-    paths = [os.path.join(HERE, "extras", name) for name in ("plan.py", "bench.py", "huggingface.py")]
+    names = ("plan.py", "bench.py", "huggingface.py")
+    paths = [os.path.join(HERE, "extras", name) for name in names]
     if not os.path.exists(paths[0]):
         pytest.skip("extras/ is not here")
-    started = [start(1, [path, "--help"], tmp_path, PYTHONPATH="") for path in paths]
+    started = [harness.start(1, [path, "--help"], tmp_path, PYTHONPATH="") for path in paths]
     for path, p in zip(paths, started):
-        out = finish(p)
+        out = harness.finish(p)
         assert p.returncode == 0 and "python -m extras." in out, f"{path}\n{out}"
 
 
