@@ -36,7 +36,7 @@ from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config
 from extras import plan
 from extras.muon import divide
 from extras.planning import timing
-from extras.planning.rehearse import KINDS, Event, rehearse
+from extras.planning.rehearse import KINDS, Event, power_of_two, rehearse
 from ranks import World
 
 GIB = 2**30
@@ -281,6 +281,12 @@ def test_plan_pinned_host_memory_is_powers_of_two():
     one = "--strategy=single", "--activation_offload=True", "--activation_checkpointing=full"
     x = 4 * 96 * 384 * 4  # 589,824 bytes, pinned as 2^20; autocast keeps it fp32
     assert row(1, *sizes, *one, "--compile=False")["host"] == 2 * 2**20 > 2 * x
+
+
+@pytest.mark.parametrize("size, pinned", [
+    (1, 1), (3, 4), (4, 4), (2**20, 2**20), (2**20 + 1, 2**21)])
+def test_plan_pinned_size_that_is_a_power_of_two_stays(size, pinned):
+    assert power_of_two(size) == pinned
 
 
 def test_plan_loss_chunks_lower_gpt2_xls_peak_by_the_logits():
