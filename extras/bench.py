@@ -16,12 +16,15 @@ import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from itertools import count, islice, product
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 from torch.utils.benchmark import Timer
 
+# Started by its path, this file does not see the repository.
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import DTYPES, load_config, resolve
 from data.loader import Batches
 from metrics import flops_per_token, peak_flops, peak_memory

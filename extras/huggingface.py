@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+# Started by its path, this file does not see the repository.
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from checkpoint import BUFFERS, Source, find, open_newest, write_atomically, writing
 from configurator import DTYPES, model_file, package
 from data.loader import data_dir, read_meta

@@ -11,7 +11,8 @@ Memory and traffic are rehearsed (planning/rehearse.py): the real step, on fake 
 rank 0 of that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers,
 fragmentation (so a plan fits if it takes at most 90% of a GPU), and what compiling saves. Times
 are estimates (planning/timing.py); docs/measurements.md says how far they were from runs that
-others published.
+others published. tok/s and MFU are of one GPU, exposed is the part of a step in which it waits for
+others, and batches are the micro-batches that it takes in a step.
 """
 
 import math
@@ -19,9 +20,12 @@ import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+# Started by its path, this file does not see the repository.
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config, resolve
 from extras.planning import timing
 from extras.planning.picture import check_plot, draw, print_events
@@ -191,14 +195,14 @@ def parse(argv):
     add("--gpu", type=timing.find_gpu, default=timing.this_gpu(), metavar="NAME",
         help=f"{', '.join(timing.GPUS)}, or PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s by its data "
              "sheet (this machine's, if known)")
-    add("--network", type=float, metavar="GB/S",
-        help="Gb/s of a GPU to other nodes (A100 200, others 400)")
+    add("--network", type=float, metavar="GBIT/S",
+        help="gigabits/s of a GPU to other nodes (A100 200, others 400)")
     add("--attention", choices=timing.ATTENTION, default="flash2",
         help="its kernel (%(default)s)")
     add("--measured", type=float, metavar="TOK/S",
         help="of one GPU, in a short run of this config: products then run as fast as there")
     add("--tokens", type=float,
-        help="of a whole run: how many days, and GPU-hours")
+        help="of a whole run: how many days, and GPU-hours, on each number of GPUs")
     add("--price", type=float,
         help="of a GPU-hour: what --tokens cost")
     # A config file may follow: --events alone must not take it as its value.
@@ -234,7 +238,10 @@ def parse(argv):
 
 
 def numbers(text):
-    return sorted({int(n) for n in text.split(",")})
+    try:
+        return sorted({int(n) for n in text.split(",")})
+    except ValueError:
+        raise SystemExit(f"--world_size={text}: pass a whole number, or several as 8,16,32")
 
 
 def this_memory():
@@ -282,9 +289,11 @@ def main(argv):
     title = f"{n / 1e6:,.1f}M parameters on {size} GPUs"
     placed, _ = todo[-1]  # `single` may have fewer micro-batches
     steps = placed.gradient_accumulation_steps
+    configured = cfg.gradient_accumulation_steps
+    instead = "" if steps == configured else f" instead of {configured}"
     print(
         f"{title} of {memory:.0f} GiB, {placed.dtype}; {describe_units(model, cfg)}\n"
-        f"planned with gradient_accumulation_steps={steps}, a multiple of {size}: "
+        f"planned with gradient_accumulation_steps={steps}{instead}, a multiple of {size}: "
         f"{steps // size} x batch_size {cfg.batch_size} x {cfg.block_size:,} tokens a GPU "
         "and step")
     if machine.cluster:
@@ -338,8 +347,10 @@ def main(argv):
 def print_more_gpus(rows, cfg, machine):
     """Times of the same rehearsals on more GPUs, and from where on more of them help less."""
     print()
-    print_line("", ["GPUs", "batches", "all tok/s"], TIMES)
+    names = [*TIMES, *whole_run(1.0, 1, machine)]
+    print_line("", ["GPUs", "batches", "all tok/s"], names)
     first = machine.world_size[0]
+    changed = {}  # {GPUs: micro-batches of all, if they are not the config's}
     for row in rows:
         rates = {}  # {GPUs: tokens/s of all}
         for size in machine.world_size:
@@ -352,10 +363,18 @@ def print_more_gpus(rows, cfg, machine):
             program = timing.grown(row["program"], size / first, group, has_fewer_rows)
             more = times(program, placed, size, machine)
             rates[size] = size * more["tok/s"]
-            batches = placed.gradient_accumulation_steps // size
-            cells = [f"{size:,}", f"{batches:,}", f"{rates[size]:,.0f}"]
-            print_line(row["strategy"], cells, clock(more))
+            batches = placed.gradient_accumulation_steps
+            if batches != cfg.gradient_accumulation_steps:
+                changed[size] = batches
+            cells = [f"{size:,}", f"{batches // size:,}", f"{rates[size]:,.0f}"]
+            run = whole_run(more["tok/s"], size, machine)
+            print_line(row["strategy"], cells, [*clock(more), *run.values()])
         print_limit(row["strategy"], rates)
+    if changed:
+        them = ", ".join(f"{batches} on {size}" for size, batches in changed.items())
+        print(
+            f"planned with gradient_accumulation_steps={them} GPUs instead of "
+            f"{cfg.gradient_accumulation_steps}: train.py takes multiples of the GPUs only")
 
 
 def print_limit(strategy, rates):
@@ -384,12 +403,22 @@ def print_times(rows, picked, size, cfg, machine):
     if not machine.tokens:
         return
     row = {row["strategy"]: row for row in rows}[picked]
-    hours = machine.tokens / row["tok/s"] / 3600
-    days = hours / size / 24
-    print(f"{machine.tokens:,.0f} tokens with {picked} on {size} GPUs: {days:,.2f} days")
-    print(f"{hours:,.0f} GPU-hours")
+    run = whole_run(row["tok/s"], size, machine)
+    print(f"{machine.tokens:,.0f} tokens with {picked} on {size} GPUs: {run['days']} days")
+    print(f"{run['GPU-hours']} GPU-hours")
     if machine.price:
-        print(f"{hours * machine.price:,.0f} dollars, at {machine.price:g} a GPU-hour")
+        print(f"{run['dollars']} dollars, at {machine.price:g} a GPU-hour")
+
+
+def whole_run(rate, size, machine):
+    """{name: text} of what --tokens take, at so many tokens/s of each GPU."""
+    if not machine.tokens:
+        return {}
+    hours = machine.tokens / rate / 3600
+    run = {"days": f"{hours / size / 24:,.2f}", "GPU-hours": f"{hours:,.0f}"}
+    if machine.price:
+        run["dollars"] = f"{hours * machine.price:,.0f}"
+    return run
 
 
 def describe_units(model, cfg):
@@ -414,8 +443,8 @@ def clock(row):
 
 
 def print_line(head, cells, times, fits="", where=""):
-    columns = "".join(f"{cell:>12s}" for cell in cells)
-    columns += "".join(f"{cell:>10s}" for cell in times)
+    columns = "".join(f" {cell:>11s}" for cell in cells)
+    columns += "".join(f" {cell:>9s}" for cell in times)
     print(f"{head:13s}{columns}  {fits:4s}  {where}".rstrip(), flush=True)
 
 

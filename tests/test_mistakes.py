@@ -100,7 +100,8 @@ extras/plan.py
   --world_size=96 config/gpt3_175b.py --shard_group_size=128 | divisor of 96
   --world_size=100000000 | 16384
   --world_size=0; --gpu_memory=-1; --gpu_memory=nan; --host_memory=0; --gpus_per_node=0 | above 0
-  --world_size=1.5; --host_memory=much | value
+  --world_size=1.5; --world_size=2,4x | whole number
+  --host_memory=much | value
   --strategy=zero | full_shard
   --world_size=8 --strategy=single | --world_size=1
   --world_size=8 --strategy=ddp --cpu_offload=0.5 | hybrid_shard

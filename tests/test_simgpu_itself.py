@@ -9,8 +9,10 @@ anything. The table is repeated in docs/simgpu.md.
 
 import functools
 import os
+import runpy
 import sys
 import threading
+import types
 from unittest.mock import patch
 
 import harness
@@ -41,6 +43,28 @@ def test_simgpu_where_it_cannot_be_built_tests_skip_in_one_line(monkeypatch, tmp
     assert reason.startswith("simgpu: ") and "\n" not in reason
     assert ("needs a C++ compiler" in reason) == ("PATH" in without)
     assert ("does not build it" in reason) == ("PATH" not in without)
+
+
+def test_simgpu_is_built_for_each_pytorch(monkeypatch, tmp_path):
+    """And once for one: what is there is taken."""
+    path = f"{harness.HERE}/tests/simgpu/build.py"
+    build = types.SimpleNamespace(**runpy.run_path(path))
+    built = []
+
+    def compile_to(path, compiler, torch):
+        built.append(path)
+        open(path, "w").close()
+
+    monkeypatch.setenv("SIM_CACHE", str(tmp_path))
+    for version in ("2.13.0+cpu", "2.13.0+cu130", "2.13.0+cpu"):
+        torch_dir = tmp_path / version
+        torch_dir.mkdir(exist_ok=True)
+        (torch_dir / "version.py").write_text(f"__version__ = '{version}'")
+        names = dict(compile_to=compile_to, torch_dir=lambda path=torch_dir: str(path))
+        monkeypatch.setenv("CXX", "a compiler")
+        with patch.dict(build.library.__globals__, names):
+            build.library()
+    assert len(set(built)) == len(built) == 2
 
 
 BUGS = {}  # name: (check, words that it says, function)
@@ -370,11 +394,90 @@ def case_bug(tmp, name, right, device):
     return {check: str(what) if what else "" for check, what in said.items()}
 
 
+def case_kernels(device):
+    """{what is run: [[kernel, tensors that it reads, tensors that it writes]]}."""
+    ran = []
+
+    def price(name, reads, writes):
+        ran.append([name, len(reads), len(writes)])
+        return 0.0
+
+    library = torch.library.Library("simgpu", "IMPL")
+    library.impl("price", price, "CUDA")
+    x, y, out = cuda(8, 4), cuda(8, 4), cuda(8, 4)
+    gate = cuda(8, 4, requires_grad=True)
+    loss = F.silu(gate)
+    does = {
+        "x += y": lambda: x.add_(y),
+        "x + y": lambda: x + y,
+        "out=": lambda: torch.add(x, y, out=out),
+        "copy": lambda: x.copy_(y),
+        "foreach": lambda: torch._foreach_mul_([x, y], 2.0),
+        "norms": lambda: torch._foreach_norm([x, y]),
+        "layer_norm": lambda: F.layer_norm(x, (4,)),
+        "chunk_cat": lambda: torch._chunk_cat([x, y], 0, 2, out=cuda(2, 16)),
+        "silu's gradient": lambda: loss.backward(out),
+    }
+    kernels = {}
+    for name, function in does.items():
+        simgpu.device.simgpu_price(1)
+        function()
+        simgpu.device.simgpu_price(0)
+        kernels[name] = [kernel for kernel in ran if kernel[0] != "fill_"]
+        ran.clear()
+    return kernels
+
+
+def case_facts(device):
+    """What does not depend on a bug: who has seen how much, and whose memory it is."""
+    torch.cuda.set_device(dist.get_rank())
+    with simgpu.watch() as outer:
+        with simgpu.watch() as inner:
+            pass
+        cuda(1).item()
+    mine = cuda(2**20)
+    free, total = torch.cuda.mem_get_info()
+    allocated = torch.cuda.memory_allocated()
+    other = torch.cuda.memory_allocated(1 - dist.get_rank())
+    return dict(
+        outer=len(outer.waits), inner=len(inner.waits), taken=total - free - allocated,
+        allocated=allocated >= mine.nbytes, other=other)
+
+
 @pytest.fixture(scope="module")
 def said(tmp):
     cases = {f"{name} {right}": (case_bug, dict(tmp=tmp, name=name, right=right, device="cuda"))
              for name in BUGS for right in (True, False)}
+    cases["kernels"] = case_kernels, dict(device="cuda")
+    cases["facts"] = case_facts, dict(device="cuda")
     return on_ranks(2, cases)
+
+
+def test_simgpu_one_watch_may_end_inside_of_another(said):
+    for rank in values(said, "facts"):
+        assert (rank["outer"], rank["inner"]) == (1, 0)
+
+
+def test_simgpu_memory_is_counted_for_each_gpu(said):
+    for rank in values(said, "facts"):
+        assert rank["allocated"] and rank["taken"] == 0 and rank["other"] == 0
+
+
+def test_simgpu_runs_one_kernel_where_a_gpu_does(said):
+    """In a CPU build of PyTorch too, which composes these of several. What is changed in place is
+    read and written."""
+    kernels, _ = values(said, "kernels")
+    assert kernels == {
+        "x += y": [["add_", 2, 1]],
+        "x + y": [["add", 2, 1]],
+        "out=": [["add", 2, 1]],
+        "copy": [["copy_", 1, 1]],
+        "foreach": [["_foreach_mul_", 2, 2]],
+        "norms": [["_foreach_norm", 2, 2]],
+        "layer_norm": [["native_layer_norm", 1, 3]],
+        "chunk_cat": [["_chunk_cat", 2, 1]],
+        "silu's gradient": [["silu_backward", 2, 1]],
+    }
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -5,18 +5,24 @@ against what others published (published.py). What plan.py prints of it is teste
     python -m pytest -q tests/test_timing.py
 """
 
+import os
 import re
+import shutil
 from dataclasses import replace
 
+import numpy as np
 import published
 import pytest
 import torch
-from harness import refused
+from harness import HERE, refused
 from test_plan import HYBRID, TINY, command, placed
+from torch.utils._pytree import tree_leaves
 
 from extras import plan
 from extras.planning import timing
+from extras.planning.picture import print_event
 from extras.planning.program import COMPUTE, Event, Operation, Record, Wait
+from extras.planning.program import touched as touched_by
 from extras.planning.rehearse import rehearse
 
 # A GPU with round numbers: 1 PFLOP/s of products and 1 TB/s of memory that kernels reach.
@@ -112,6 +118,31 @@ def test_timing_counts_the_products_attention_and_the_update():
     assert update == pytest.approx(7 * 4 * rows, rel=0.01)  # p, m, v read and written, g read
 
 
+@pytest.mark.parametrize("name, arguments, reads, writes", [
+    ("aten.mul_.Tensor", "xy", "xy", "x"), ("aten.copy_", "xy", "y", "x"),
+    ("aten.zero_", "x", "", "x"), ("aten._foreach_mul_.List", "xy", "xy", "x"),
+    ("aten._foreach_copy_", "xy", "y", "x")])
+def test_timing_in_place_is_read_and_written_but_by_a_copy(name, arguments, reads, writes):
+    args = [[letter] for letter in arguments]
+    out = None if "foreach" in name else args[0]
+    touched = touched_by(name, args, {}, out)
+    assert ["".join(tree_leaves(some)) for some in touched] == [reads, writes]
+
+
+def test_timing_counts_a_convolution(models):
+    """hybrid.py's has a group for each channel, and pads 3 positions on the left and as many on
+    the right."""
+    shutil.copy(os.path.join(HERE, "tests", "hybrid.py"), models)
+    argv = ["--model=hybrid", "--n_layer=1", "--width=32", "--block_size=16", "--batch_size=2",
+            "--vocab_size=67", "--gradient_accumulation_steps=2", "--strategy=full_shard"]
+    for dtype, width in (("bfloat16", 2), ("float32", 4)):
+        [row] = plan.main([*argv, f"--dtype={dtype}", "--world_size=2", "--gpu=H100"])
+        ops = [op for op in row["program"] if "convolution" in getattr(op, "name", "")]
+        assert [op.name for op in ops] == ["aten.convolution", "aten.convolution_backward"]
+        assert ops[0].flops == 2 * 2 * (16 + 3) * 32 * 4
+        assert [op.width for op in ops] == [width, width]
+
+
 # -----------------------------------------------------------------------------
 # streams
 
@@ -169,13 +200,15 @@ def test_timing_streams_are_the_drawing(monkeypatch, argv, lasts, expected, expo
     assert step.exposed * step.seconds == pytest.approx(exposed)
 
 
-@pytest.mark.parametrize("argv, expected", [
-    (FULL, 5 * (2 * 2 + L * 30 + 2 * 3)),  # each micro-batch begins and ends with the root
-    # Gathered by the first and reduced after the last.
-    ([*ZERO2, "--grad_sync=last"], 2 * 2 + 5 * L * 30 + 2 * 3)])
-def test_timing_one_micro_batch_stands_for_those_left_out(monkeypatch, argv, expected):
+@pytest.mark.parametrize("argv, times", [
+    (FULL, 5),  # each micro-batch begins and ends with the root
+    ([*ZERO2, "--grad_sync=last"], 1)])  # gathered by the first and reduced after the last
+def test_timing_one_micro_batch_stands_for_those_left_out(monkeypatch, argv, times):
+    """In the step's seconds and in those that it waits."""
     step = drawn(monkeypatch, argv, f=10, b=20, g=2, r=3, micro_batches=5)
-    assert step.seconds == pytest.approx(expected)
+    exposed = times * (2 * 2 + 2 * 3)
+    assert step.seconds == pytest.approx(5 * L * 30 + exposed)
+    assert step.exposed * step.seconds == pytest.approx(exposed)
 
 
 @pytest.mark.parametrize("gather, product, ends, waits", [
@@ -225,7 +258,8 @@ def test_timing_collectives_begin_in_the_order_that_was_rehearsed(argv, size):
 
 
 @pytest.mark.parametrize("argv, sizes", [
-    (FULL, (4, 16)), (["--strategy=ddp"], (2, 32)), (HYBRID, (8, 32)), (ZERO2, (8, 64))])
+    (FULL, (4, 16)), (["--strategy=ddp"], (2, 32)), (HYBRID, (8, 32)), (ZERO2, (8, 64)),
+    (HYBRID, (16, 64))])  # four copies of four shards: only the groups of copies grow
 def test_timing_grown_is_as_rehearsed_there(argv, sizes):
     steps = []
     for size in sizes:
@@ -329,6 +363,33 @@ def test_timing_a_list_of_gpus_is_one_rehearsal(capsys, monkeypatch):
     per_gpu = [float(line[5].replace(",", "")) for line in more]
     assert per_gpu[0] > per_gpu[1] > per_gpu[2]
     assert any(line.startswith("full_shard: beyond 8 GPUs each one more") for line in lines)
+    [line] = [line for line in lines if "instead of" in line]  # the config's are no multiple of 64
+    assert "64 on 64 GPUs instead of 16" in line and " 16 on" not in line and "train.py" in line
+
+
+def test_timing_the_whole_run_is_priced_on_each_number_of_gpus(capsys):
+    lines = command(capsys, *TIMED, "--world_size=8,16", "--tokens=3e9", "--price=2.5")
+    for size in (8, 16):
+        [cells] = [line.split() for line in lines if re.match(rf"full_shard +{size} ", line)]
+        days, hours, dollars = [float(cell.replace(",", "")) for cell in cells[8:]]
+        rate = float(cells[3].replace(",", ""))
+        assert hours == pytest.approx(size * 3e9 / rate / 3600, abs=0.51)
+        assert days == pytest.approx(3e9 / rate / 3600 / 24, abs=0.006)
+        assert dollars == pytest.approx(2.5 * size * 3e9 / rate / 3600, abs=0.51)
+    heads = [line.split() for line in lines if line.endswith("dollars")]
+    assert heads[0][-3:] == ["days", "GPU-hours", "dollars"]
+    assert not any("instead of" in line for line in lines)
+
+
+def test_timing_large_numbers_do_not_touch_their_neighbours(capsys):
+    """Nor the long name of a unit in --events."""
+    plan.print_line("full_shard", 3 * ["1,234,567,890.12"], 3 * ["1,234,567,890"], "yes", "forward")
+    assert len(capsys.readouterr().out.split()) == 9
+    where = "forward, block 10"
+    event = Event("all_gather", "block 10.attn.c_attn", where, 0, 1, size=2 * 10**9, ranks=2)
+    print_event(event, where, dict(timeline=np.zeros((1, 6))), unit=1)
+    cells = "forward, block 10 all-gather block 10.attn.c_attn 1,000,000,000.00 0.00"
+    assert capsys.readouterr().out.split() == cells.split()
 
 
 def test_timing_a_list_of_gpus_for_hybrid_shard_is_each_ones_own_plan(capsys):

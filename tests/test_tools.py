@@ -13,6 +13,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
+import harness
 import pytest
 import torch
 from harness import (
@@ -218,6 +219,18 @@ def test_tools_missing_package_is_one_clear_line(tmp, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails, installed or not
     line = refused(metrics.Log, tiny(tmp, wandb_log=True), World(), str(tmp_path), "the-id", 0)
     assert "wandb_log=True" in line and "pip install wandb" in line
+
+
+def test_tools_of_extras_start_from_another_directory(tmp_path):
+    """By their paths, as train.py, sample.py and data/prepare.py do."""
+    names = ("plan.py", "bench.py", "huggingface.py")
+    paths = [os.path.join(HERE, "extras", name) for name in names]
+    if not os.path.exists(paths[0]):
+        pytest.skip("extras/ is not here")
+    started = [harness.start(1, [path, "--help"], tmp_path, PYTHONPATH="") for path in paths]
+    for path, p in zip(paths, started):
+        out = harness.finish(p)
+        assert p.returncode == 0 and "python -m extras." in out, f"{path}\n{out}"
 
 
 def test_tools_windows_is_one_clear_line():

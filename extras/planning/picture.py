@@ -78,7 +78,7 @@ def print_event(e, where, row, unit):
         if e.size:
             takes = f"{1e3 * (end - start):,.2f}"
         clock = f"{1e3 * since:11,.2f}{takes:>11s}"
-    print(f"  {where:20s}{what:16s}{e.unit:16s}{sent:>8s}{clock}{held:14,.2f}{exposed}")
+    print(f"  {where:20s}{what:16s}{e.unit:15s} {sent:>8s}{clock}{held:14,.2f}{exposed}")
 
 
 def is_exposed(event, row):
@@ -144,8 +144,8 @@ def draw(rows, machine, unit, name, title, path):
                 label=f"a GPU: {limit:.0f} {name}",
             )
         for each in (panel, panel_below, bar):
-            for phase in ("forward, head", "optimizer"):
-                each.axvline(begin_of(phase, row), color="black", alpha=0.2, lw=0.8)
+            for phase, label in (("forward, head", "head and update begin"), ("optimizer", None)):
+                each.axvline(begin_of(phase, row), color="black", alpha=0.2, lw=0.8, label=label)
     panels[0].set_ylabel(f"{name} on a GPU", fontsize=12)
     panels[0].tick_params(labelsize=12)
     below[0].set_ylabel("whole units", fontsize=12)
@@ -156,7 +156,7 @@ def draw(rows, machine, unit, name, title, path):
         handles[::-1],  # from the top down, as they are stacked
         labels[::-1],
         loc="outside lower center",
-        ncols=len(handles),
+        ncols=2 * len(rows),
         fontsize=12,
         handlelength=1.2,
         columnspacing=1.2,

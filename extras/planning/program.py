@@ -24,6 +24,10 @@ LOOK_UPS = {
     "aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select",
     "aten.nll_loss_forward",
 }
+# Those that write their first argument and do not read it.
+OVERWRITES = {
+    "aten._foreach_copy_", "aten._foreach_zero_", "aten.copy_", "aten.fill_.Scalar", "aten.zero_",
+}
 
 
 @dataclass
@@ -134,6 +138,8 @@ def touched(name, args, kwargs, out):
         return out, out
     if name == "fsdp.all_gather_copy_in":
         return args[0], args[0]  # the rank's rows, to their place in the whole
+    if name in OVERWRITES:
+        return args[1:], args[0]
     if name.startswith("aten._foreach_") and out is None:
         return (args, kwargs), args[0]  # in place
     return (args, kwargs), out
@@ -141,11 +147,15 @@ def touched(name, args, kwargs, out):
 
 def computed(op, args, kwargs, out):
     """dict of the FLOPs of a product or of attention, and what they depend on."""
-    count = flop_registry.get(op.overloadpacket)
-    if count:
-        return dict(flops=count(*args, **kwargs, out_val=out), width=args[-1].itemsize)
     if "scaled_dot_product" not in str(op):
-        return {}
+        count = flop_registry.get(op.overloadpacket)
+        if not count:
+            return {}
+        # The first argument is a tensor that is multiplied, or has its type. The last may be a
+        # number, such as a convolution's groups.
+        return dict(flops=count(*args, **kwargs, out_val=out), width=args[0].itemsize)
+    # Not by the registry, which knows a CPU's kernel from torch 2.15 on and counts the products
+    # that a causal kernel leaves out.
     is_backward = "backward" in str(op)
     q, k = args[1:3] if is_backward else args[:2]
     B, nh, T, hs = q.shape

@@ -161,6 +161,7 @@ def name_units(model):
 TELLING = {
     "fsdp.all_gather_copy_in": "gathered",
     "fsdp.chunk_cat": "gradients",
+    "fsdp.chunk_cat_mixed_dtype": "gradients",  # its name from torch 2.15 on
     "c10d._reduce_scatter_base_": "gradients",
 }
 # (kind, which argument is the whole buffer, which is the group)

@@ -435,7 +435,7 @@ static std::vector<char> as_the_stream_sees(
 }
 
 static Tensor host_view(const Tensor& t, bool keep = true);
-static double priced(const std::string& name, const std::vector<Tensor>& tensors);
+static double priced(const std::string& name, at::TensorList reads, at::TensorList writes);
 static void settle(const Tensor& t) {
   const auto bytes = bytes_of(t);
   if (bytes.size) wait_for_collectives_on(bytes.begin, bytes.size);
@@ -471,7 +471,7 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
 
   const Device device = from.is_cuda() ? from.device() : to.device();
   const StreamId stream = current(device.index());
-  launch(stream, priced(name, {from, to}));
+  launch(stream, priced(name, from, to));
   std::vector<std::string> races;
   touch(from, false, stream, name, races);
   touch(to, true, stream, name, races);
@@ -616,11 +616,12 @@ struct Call {
   std::vector<std::pair<Tensor, Tensor>> seen;  // (the device's, the host's view of it)
   std::vector<std::pair<StorageImpl*, Storage>> results;
   std::vector<std::pair<Tensor, bool>> touched;  // (tensor, is it written)
+  std::vector<Tensor> reads, writes;  // in place: both
   Device device = kCPU;
   std::optional<Device> other;  // if there is a second one
   bool has_mask = false;
 
-  Tensor to_host(const Tensor& t, bool writes) {
+  Tensor to_host(const Tensor& t, bool is_written, bool is_read = true) {
     if (!t.defined()) return t;
     if (!t.is_cuda()) {
       // A number may come as a tensor without dimensions, in host memory.
@@ -632,7 +633,9 @@ struct Call {
     has_mask |= t.scalar_type() == kBool;
     if (!operation.is_view) {
       settle(t);
-      touched.emplace_back(t, writes);
+      touched.emplace_back(t, is_written);
+      if (is_read) reads.push_back(t);
+      if (is_written) writes.push_back(t);
     }
     for (auto& [ours, view] : seen)
       if (ours.is_same(t)) return view;
@@ -659,6 +662,7 @@ struct Call {
     }
     auto result = tensor_of(storage->second, DispatchKey::CUDA, t);
     touched.emplace_back(result, true);
+    writes.push_back(result);
     return result;
   }
 
@@ -684,12 +688,10 @@ struct Call {
 
   // It has run, on the current stream.
   void note() const {
-    std::vector<Tensor> tensors;
-    for (auto& [t, writes] : touched) tensors.push_back(t);
     const StreamId stream = current(device.index());
-    launch(stream, priced(operation.name, tensors));
+    launch(stream, priced(operation.name, reads, writes));
     std::vector<std::string> races;
-    for (auto& [t, writes] : touched) touch(t, writes, stream, operation.name, races);
+    for (auto& [t, is_written] : touched) touch(t, is_written, stream, operation.name, races);
     tell_races(races);
   }
 };
@@ -739,8 +741,10 @@ static void run(const OperatorHandle& op, Stack* stack) {
       if (args[i].toDevice().has_index()) wanted = args[i].toDevice();
       args[i] = Device(kCPU);
     }
-    const bool writes = operation.writes[i];
-    replace_tensors(args[i], [&](const Tensor& t) { return call.to_host(t, writes); });
+    const bool is_written = operation.writes[i];
+    const bool is_read = !op.schema().arguments()[i].is_out();
+    replace_tensors(
+        args[i], [&](const Tensor& t) { return call.to_host(t, is_written, is_read); });
   }
   call.require_one_device();
   if (call.device == kCPU) call.device = wanted;
@@ -990,7 +994,7 @@ static intrusive_ptr<c10d::Work> collective(
     in_flight.push_back(flight);
     streams[stream].wait_for(streams[current(device.index())]);
   }
-  launch(stream, priced(name, work->kept));
+  launch(stream, priced(name, reads, writes));
   std::vector<std::string> races;
   for (auto& t : reads) touch(t, false, stream, *kept_name, races);
   for (auto& t : writes) touch(t, true, stream, *kept_name, races);
@@ -1208,12 +1212,12 @@ static Tensor& set_storage(
 
 // The price of an operation in seconds: Python's, if it wants to know the time.
 static bool is_priced = false;
-static double priced(const std::string& name, const std::vector<Tensor>& tensors) {
+static double priced(const std::string& name, at::TensorList reads, at::TensorList writes) {
   if (!is_priced) return 0;
   static const auto op = Dispatcher::singleton()
       .findSchemaOrThrow("simgpu::price", "")
-      .typed<double(std::string_view, at::TensorList)>();
-  return op.call(name, tensors);
+      .typed<double(std::string_view, at::TensorList, at::TensorList)>();
+  return op.call(name, reads, writes);
 }
 
 // For nccl.py: the memory of the host's or the device's, without owning it. Freeing waits for gloo.
@@ -1223,7 +1227,7 @@ static Tensor borrowed(const Tensor& t) {
 }
 
 TORCH_LIBRARY(simgpu, m) {
-  m.def("price(str name, Tensor[] tensors) -> float");  // Python's
+  m.def("price(str name, Tensor[] reads, Tensor[] writes) -> float");  // Python's
   m.def("resize_storage(Tensor t, int n) -> ()");
   m.def("borrowed(Tensor t) -> Tensor");
   m.def(
@@ -1294,8 +1298,9 @@ static void install(bool replace) {
     implement(name, CppFunction::makeFromBoxedFunction<&rms_norm>());
 
   // Everything else. A CPU build has no kernels for CUDA, so a fallback takes all; a CUDA build's are
-  // replaced one by one. And where a CPU has a kernel for what PyTorch would else compose of others
-  // (the gradient of SiLU, with five tensors in between), a GPU has one, too.
+  // replaced one by one. But in a CPU build PyTorch would compose some of others before it comes to
+  // the fallback: `x += y` of a sum and a copy, the gradient of SiLU with five tensors in between. So
+  // what has one kernel on a CPU has one here, and so has what only a GPU has one for.
   library("_").fallback(CppFunction::makeFromBoxedFunction<&run>());
   for (auto& name : Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
@@ -1303,9 +1308,11 @@ static void install(bool replace) {
         (name.overload_name.empty() ? "" : "." + name.overload_name);
     auto op = Dispatcher::singleton().findOp(name);
     if (own.count(short_name) || !op) continue;
-    const bool composed = op->hasKernelForDispatchKey(DispatchKey::CPU) &&
-        op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
-    if (!composed && !(replace && op->hasKernelForDispatchKey(DispatchKey::CUDA))) continue;
+    const bool on_gpu_alone = short_name.rfind("_foreach_", 0) == 0 ||
+        short_name.rfind("_chunk_cat", 0) == 0 || short_name == "split_with_sizes_copy.out";
+    const bool has_kernel = on_gpu_alone || op->hasKernelForDispatchKey(DispatchKey::CPU) ||
+        (replace && op->hasKernelForDispatchKey(DispatchKey::CUDA));
+    if (!has_kernel) continue;
     aten.impl(short_name.c_str(), CppFunction::makeFromBoxedFunction<&run>());
   }
 }
