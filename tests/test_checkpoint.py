@@ -30,6 +30,7 @@ from harness import (
     launch,
     losses,
     on_ranks,
+    power_cut,
     read_ckpt,
     read_metrics,
     refused,
@@ -419,23 +420,38 @@ def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_checkpoint_rows_are_synced_before_their_header_gets_its_name(tmp, tmp_path):
-    run = built(tmp, checkpoint="sharded")
-    saver, events, rename, sync = claimed(run, tmp_path), [], os.replace, os.fsync
+def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp, tmp_path):
+    """Its files before its header has its name; and all names before anything is removed."""
+    run = built(tmp, checkpoint="sharded", keep_checkpoints=1)
+    saver, rename, remove, done = claimed(run, tmp_path), os.replace, checkpoint.remove_sharded, []
+    old, new = tmp_path / "step-000000001", tmp_path / "step-000000002"
 
     def replace(source, target):
-        events.append(os.path.basename(target))
+        assert all(is_safe(f"{os.path.dirname(target)}/{name}")
+                   for name in (".metadata", "__0_0.distcp", "header.json.tmp"))
+        done.append(target)
         rename(source, target)
 
-    def fsync(fd):
-        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
-        sync(fd)
+    def remove_sharded(path):
+        if path == str(old) and old.exists() and new.exists():
+            assert is_safe(new) and is_safe(new / "header.json") and is_safe(tmp_path)
+            done.append(path)
+        remove(path)
 
-    with patch.object(os, "fsync", fsync), patch.object(os, "replace", replace):
+    with (power_cut() as is_safe, patch.object(os, "replace", replace),
+          patch.object(checkpoint, "remove_sharded", remove_sharded)):
         save(saver, run, 1)
+        save(saver, run, 2)
         saver.finish()
-    before = events[:events.index("header.json")]
-    assert before == ["__0_0.distcp", ".metadata.tmp", "header.json.tmp"]
+    assert done == [f"{old}/header.json", f"{new}/header.json", str(old)]
+
+
+def test_checkpoint_links_are_on_the_disk(tmp_path):
+    (tmp_path / "ckpt.pt").write_bytes(b"old")
+    with power_cut() as is_safe:
+        checkpoint.write_atomically(f"{tmp_path}/step.pt", lambda f: f.write(b"hello"))
+        checkpoint.replace_link(os.link, f"{tmp_path}/step.pt", f"{tmp_path}/ckpt.pt")
+        assert is_safe(tmp_path) and is_safe(tmp_path / "ckpt.pt")
 
 
 @pytest.fixture
@@ -602,13 +618,17 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sha
         assert line.count("\n") == 1 and not (out / f"step-{step:09d}").exists()  # it has room
     saver.look()
     assert capsys.readouterr().err == ""
-    assert "the last save" in refused(saver.finish)
+    line = refused(saver.finish)
+    assert "the last save" in line and "continue" not in line  # there is nothing to continue from
     saver.others = []
     complete(saver, run, 3)
     save(saver, run, 4)
     saver.written.put(DISK_FULL)
     complete(saver, run, 5)  # it says so too when it has waited for the one before
     assert "step-000000004: disk full" in capsys.readouterr().err
+    save(saver, run, 6)
+    saver.written.put(DISK_FULL)
+    assert "continue from step 5 with --init_from=auto" in refused(saver.finish)
     assert checkpoint.complete_steps(out) == ["step-000000003", "step-000000005"]
 
 
@@ -659,7 +679,12 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
     saver = checkpoint.Saver(str(tmp_path), World(), eval_only=True)
     saver.claim(tiny(tmp), None)
-    assert "learning_rate" in refused(saver.require_finite, math.nan, "validation loss", 0)
+    line = refused(saver.require_finite, math.nan, "validation loss", 0)
+    # it has no checkpoint that could be untouched, and the remedy is not what it does already
+    assert "learning_rate" in line and "checkpoint" not in line and "float32" not in line
+    saver.claim(tiny(tmp, dtype="bfloat16"), SimpleNamespace(header={"iter_num": 7}), resumed=True)
+    line = refused(saver.require_finite, math.nan, "validation loss", 7)
+    assert "step 7 in " in line and "dtype=float32 (now bfloat16)" in line
 
 
 def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(sharded):
@@ -674,9 +699,11 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
         look(wait)
 
     saver.look = looking
+    saver.require_finite(1.0, "loss", 0)
+    assert "untouched" not in refused(saver.require_finite, math.inf, "loss", 0)
     save(saver, run, 1)
-    saver.require_finite(1.0, "loss", 2)
-    assert "inf" in refused(saver.require_finite, math.inf, "loss", 2)
+    line = refused(saver.require_finite, math.inf, "loss", 2)
+    assert "inf" in line and "step 1 in" in line
     save(saver, run, 1)
     line = refused(saver.require_finite, math.nan, "loss", 2)
     assert "learning_rate" in line and saver.saving is None
