@@ -13,8 +13,12 @@ the last wins.
 """
 
 import re
+import signal
 import sys
 from dataclasses import replace
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
 
 import torch
 

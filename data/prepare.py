@@ -40,6 +40,9 @@ from multiprocessing import parent_process
 from pathlib import Path
 from tempfile import TemporaryFile
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
+
 import numpy as np
 
 HERE = Path(__file__).absolute().parent
@@ -468,6 +471,8 @@ def write_files(out, files):
 def writing(out):
     """A directory to write in. If nothing was written it is removed again."""
     is_new = not out.exists()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as since the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         out.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out).close()  # if it cannot be written, that is known at once

@@ -17,7 +17,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, built, heard, on_ranks, refused, tiny, values
+from harness import (
+    HERE,
+    Ranks,
+    built,
+    finish,
+    heard,
+    on_ranks,
+    refused,
+    shell,
+    start,
+    tiny,
+    values,
+)
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -252,3 +264,33 @@ def test_ranks_leave_with_a_traceback_after_a_bug_and_silently_after_ctrl_c():
     assert p.returncode == 1 and "in raises\n" in p.stderr and "ValueError: a bug\n" in p.stderr
     p = Ranks(1, signal.raise_signal, signal.SIGINT).finish()  # where nobody handles it
     assert (p.returncode, p.stderr) == (signal.SIGINT, "")
+
+
+INTERRUPTS = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+print("goes on", flush=True)
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("file, package", [
+    ("train.py", "torch"), ("sample.py", "torch"), ("data/prepare.py", "numpy")])
+def test_ctrl_c_while_python_imports_is_silent(tmp_path, file, package):
+    """In place of a package that takes seconds. A script's background job has it ignored."""
+    path = os.path.join(HERE, file)
+    (tmp_path / f"{package}.py").write_text(INTERRUPTS)
+    p = start(1, [path], tmp_path, PYTHONPATH=str(tmp_path))
+    assert finish(p) == "" and p.returncode == -signal.SIGINT
+    ignored = ("sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, path)
+    p = shell(*ignored, env={"PYTHONPATH": str(tmp_path)})
+    assert (p.returncode, p.stdout, p.stderr) == (7, "goes on\n", "")
+
+
+def test_ctrl_c_while_prepare_writes_is_one_line(tmp_path):
+    """Not silent any more: it has begun."""
+    (tmp_path / "tqdm.py").write_text(INTERRUPTS)
+    (tmp_path / "a.txt").write_text("hello")
+    argv = [f"{HERE}/data/prepare.py", "x", "a.txt", "--tokenizer=bytes", f"--out={tmp_path}/x"]
+    p = start(1, argv, tmp_path, PYTHONPATH=str(tmp_path))
+    assert finish(p).startswith(f"{tmp_path}/x: stopped; ") and p.returncode == 1
