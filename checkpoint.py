@@ -350,6 +350,8 @@ class Source:
 def weights_of(source):
     """The source without optimizer state and at step 0: another run starts from it."""
     header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
+    run = source.header.get("run", "?")  # nanoGPT's have none
+    header["origin"] = f"step {source.header['iter_num']} of run {run}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
     return replace(source, header=header, shapes=shapes)
 
@@ -478,9 +480,9 @@ class Saver:
         if self.eval_only:
             return
         self.run_id = from_rank0(self.world, lambda: self.new_run(source, resumed))
-        # Hugging Face's files that an export needs.
-        self.kept = source.header.get("kept") if source else None
-        self.base = source.header.get("base") if source else None
+        # Hugging Face's files, for an export, and LoRA's base.
+        before = source.header if source else {}
+        self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
         self.best = source.header.get("best") if resumed else None
 
     def new_run(self, source, resumed):
@@ -555,9 +557,8 @@ class Saver:
             run=self.run_id,
             iter_num=step,
             best_val_loss=best_val_loss,
-            kept=self.kept,
-            base=self.base,
             best=best,
+            **self.inherited,
         )
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}
@@ -755,13 +756,6 @@ def cannot_write(path, e):
 # ---------- the command -------------------------------------------------------
 
 
-def open_newest(out_dir):
-    source = find(out_dir, World())
-    if source is None:
-        raise SystemExit(f"{out_dir}: no checkpoint there")
-    return source
-
-
 def main(argv):
     if "--help" in argv or "-h" in argv:
         print(__doc__.strip())
@@ -773,7 +767,9 @@ def main(argv):
         raise SystemExit(f"{out_dir}: no such directory")
     saver = Saver(out_dir, World())
     saver.lock()  # a run there might remove what we read
-    source = open_newest(out_dir)
+    source = find(out_dir, World())
+    if source is None:
+        raise SystemExit(f"{out_dir}: no checkpoint there")
     if not source.sharded:
         print(f"{source.path} is a full checkpoint already")
         return

@@ -6,6 +6,7 @@ LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -133,6 +134,36 @@ def test_lora_samples_and_begins_on_other_adapters(tmp, single):
     rows = run_training(tmp, "lora-again", init_from=out, max_iters=1)
     assert rows[0]["loss"] < single[0]["loss"] - 0.02  # the same batch
     assert read_ckpt(os.path.join(tmp, "lora-again"))["base"] == os.path.join(tmp, "lora-base")
+
+
+def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, capsys):
+    """The adapters were trained beside other weights. The header knows which."""
+    own, out = shutil.copytree(base, tmp_path / "base"), str(tmp_path / "out")
+    run_training(tmp, out, init_from=own, max_iters=1, **KEYS)
+    capsys.readouterr()
+
+    def starts():
+        cfg = load_config(arguments(tmp, out, init_from="resume"))
+        train.start(resolve(cfg, World()), World())
+        return capsys.readouterr().err
+
+    assert starts() == ""
+    ckpt = read_ckpt(own)
+    run = ckpt["run"]
+    for change, now in ((dict(iter_num=3), f"step 3 of run {run}"),
+                        (dict(run="another"), "step 2 of run another")):
+        torch.save({**ckpt, **change}, own / "ckpt.pt")
+        line = starts()
+        assert line.count("\n") == 1 and f"base={own} " in line
+        assert f"step 2 of run {run}" in line and now in line
+    # what such a run saves still knows the base of its adapters
+    run_training(tmp, out, init_from="resume", max_iters=2, learning_rate=KEYS["learning_rate"])
+    assert f"step 2 of run {run}" in starts()
+    p = script("extras/huggingface.py", out, tmp_path / "merged")
+    assert p.returncode == 0 and p.stderr.count("now at step 2 of run another") == 1, p.stderr
+    own.rename(tmp_path / "moved")
+    line = refused(starts)
+    assert f"{out}/ckpt.pt: base={own}: " in line and "init_from" not in line
 
 
 def case_bytes(tmp):
