@@ -614,12 +614,12 @@ def assert_same_weights(a, b, tolerance):
 @contextmanager
 def power_cut():
     """A function of a path, to call inside: would a power cut leave it as it is now? So it does if
-    a file's content, or the names in a directory, were these when os.fsync was last called."""
-    synced = {}  # {inode: content, or names}
+    a file's content, or which files a directory names, was this when os.fsync was last called."""
+    synced = {}  # {inode: content}
 
     def content(path):
         if os.path.isdir(path):
-            return sorted(os.listdir(path))
+            return {entry.name: entry.inode() for entry in os.scandir(path)}
         with open(path, "rb") as f:
             return f.read()
 

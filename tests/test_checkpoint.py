@@ -169,12 +169,13 @@ def test_checkpoint_best_is_kept_and_later_ones_know_it(tmp):
 
 
 def test_checkpoint_newest_of_all_kinds_is_resumed(sound, tmp_path):
-    """ckpt.pt is the best, last.pt where a signal stopped, and sharded ones beside them."""
+    """ckpt.pt is the best, last.pt where a signal stopped, and sharded ones beside them. Of the
+    same step a full one is taken: it can be shortened."""
     shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
     ckpt = full_one(sound, tmp_path / "other")
     for name, step, expected in (
-            ("ckpt.pt", 1, "step-000000004"), ("ckpt.pt", 5, "ckpt.pt"), ("last.pt", 3, "ckpt.pt"),
-            ("last.pt", 6, "last.pt")):
+            ("ckpt.pt", 1, "step-000000004"), ("ckpt.pt", 4, "ckpt.pt"), ("ckpt.pt", 5, "ckpt.pt"),
+            ("last.pt", 3, "ckpt.pt"), ("last.pt", 6, "last.pt")):
         torch.save({**ckpt, "iter_num": step}, tmp_path / name)
         assert found(tmp_path).path == str(tmp_path / expected)
 
@@ -421,7 +422,8 @@ def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path):
 
 
 def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp, tmp_path):
-    """Its files before its header has its name; and all names before anything is removed."""
+    """Its files before its header has its name; and all names before anything is removed. Its
+    .metadata is as small as Python's buffer, in which PyTorch 2.13 would leave it."""
     run = built(tmp, checkpoint="sharded", keep_checkpoints=1)
     saver, rename, remove, done = claimed(run, tmp_path), os.replace, checkpoint.remove_sharded, []
     old, new = tmp_path / "step-000000001", tmp_path / "step-000000002"
@@ -438,7 +440,9 @@ def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp,
             done.append(path)
         remove(path)
 
+    state = {"model.x": torch.zeros(3)}
     with (power_cut() as is_safe, patch.object(os, "replace", replace),
+          patch.object(checkpoint, "flat_state", lambda *args: state),
           patch.object(checkpoint, "remove_sharded", remove_sharded)):
         save(saver, run, 1)
         save(saver, run, 2)
@@ -525,7 +529,8 @@ def test_checkpoint_keeps_as_many_as_it_is_told(sharded, keep, every, kept):
 
 
 def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
-    """Also in a run that has resumed; and if the save of a better one failed."""
+    """Also in a run that has resumed; and if the save of a better one failed. A run that only
+    begins with the weights has no best yet."""
     saver, run, out = sharded
     saver.cfg = replace(run.cfg, keep_checkpoints=1, always_save_checkpoint=False)
     for step, improved, error in ((1, True, None), (2, True, DISK_FULL), (3, False, None)):
@@ -543,6 +548,11 @@ def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
     saver.finish()
     assert os.readlink(out / "best") == "step-000000005"
     assert checkpoint.complete_steps(out) == ["step-000000005"]
+    saver.claim(saver.cfg, SimpleNamespace(header=header))
+    for step in (1, 2):
+        complete(saver, run, step)
+    assert checkpoint.complete_steps(out) == ["step-000000002"]
+    assert not os.path.lexists(out / "best")
 
 
 def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
@@ -678,7 +688,7 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
     saver = checkpoint.Saver(str(tmp_path), World(), eval_only=True)
-    saver.claim(tiny(tmp), None)
+    saver.claim(tiny(tmp), SimpleNamespace(header={"iter_num": 7}))  # weights of another run
     line = refused(saver.require_finite, math.nan, "validation loss", 0)
     # it has no checkpoint that could be untouched, and the remedy is not what it does already
     assert "learning_rate" in line and "checkpoint" not in line and "float32" not in line

@@ -259,6 +259,18 @@ def test_ranks_leave_with_one_line_if_one_is_late():
     assert (p.returncode, p.stderr) == (1, "a line\n")
 
 
+@pytest.mark.parametrize("rank, local_rank, slept", [(8, 0, []), (9, 1, [5])])
+def test_ranks_of_every_node_say_why_they_leave(monkeypatch, capsys, rank, local_rank, slept):
+    """The first of each at once: torchrun shows what its own node has printed."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(ranks.StopSignal, "received", False)
+    waits = []
+    with patch.object(ranks.time, "sleep", waits.append), patch.object(ranks.signal, "signal"):
+        ranks.say("a line")
+    assert waits == slept and capsys.readouterr().err == "a line\n"
+
+
 def test_ranks_leave_with_a_traceback_after_a_bug_and_silently_after_ctrl_c():
     p = Ranks(1, raises, ValueError("a bug")).finish()
     assert p.returncode == 1 and "in raises\n" in p.stderr and "ValueError: a bug\n" in p.stderr
