@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
 from configurator import model_args
@@ -251,7 +252,17 @@ def open_sharded(path):
     header = read_header(path)
     if checksum(os.path.join(path, ".metadata")) != header["files"][".metadata"]:
         raise ValueError("its .metadata is damaged")
-    entries = MetadataReader(path).read_metadata().state_dict_metadata
+    try:
+        entries = MetadataReader(path).read_metadata().state_dict_metadata
+    except Exception as e:  # its classes may be others in another version
+        theirs = header.get("torch") or "of another version"
+        if theirs == torch.__version__:
+            raise
+        # Do not pass it over: the run would go on from an older one, and replace this one.
+        raise SystemExit(
+            f"{path} is not damaged, but torch {theirs} has written it, and torch "
+            f"{torch.__version__} cannot read it ({type(e).__name__}: {first_line(e)}); resume "
+            "with that torch, or pass another out_dir")
     shapes = {key: tuple(entry.size) for key, entry in entries.items()}
 
     def get(key):
@@ -268,12 +279,34 @@ def read_sharded(path, tensors, group=None):
     dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
+class Writer(dcp.FileSystemWriter):
+    def write_data(self, *args):
+        try:
+            return super().write_data(*args)
+        except RuntimeError as e:
+            raise reason(e)  # here, since the other ranks get an exception without its context
+
+
 class MetadataReader(dcp.FileSystemReader):
     """PyTorch's own reader uses pickle.load for .metadata, and that can run code."""
 
     def read_metadata(self, *args, **kwargs):
         with open(os.path.join(self.path, ".metadata"), "rb") as f:
-            return SafeUnpickler(f, DESCRIBES_TENSORS).load()
+            return MetadataUnpickler(f, DESCRIBES_TENSORS).load()
+
+
+class MetadataUnpickler(SafeUnpickler):
+    def find_class(self, module, name):
+        found = super().find_class(module, name)
+        return AnyProperties if found is TensorProperties else found
+
+
+class AnyProperties(TensorProperties):
+    """A tensor's properties as any version of PyTorch has written them: 2.13 writes 5 of them,
+    and 2.15 one more, which 2.13's own class does not take. We need the first."""
+
+    def __setstate__(self, state):
+        self.dtype = state[0]
 
 
 # Not BytesStorageMetadata: PyTorch would unpickle what such an entry stands for.
@@ -317,6 +350,8 @@ class Source:
 def weights_of(source):
     """The source without optimizer state and at step 0: another run starts from it."""
     header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
+    run = source.header.get("run", "?")  # nanoGPT's have none
+    header["origin"] = f"step {source.header['iter_num']} of run {run}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
     return replace(source, header=header, shapes=shapes)
 
@@ -329,7 +364,7 @@ def find(out_dir, world):
     while sources and not intact(sources[0], world):
         problems.append(f"{sources[0].path}: damaged, or not visible to every rank")
         del sources[0]
-    remedy = "remove it, or pass another out_dir"
+    remedy = "move it away, or pass another out_dir"
     if problems and not sources:
         raise SystemExit(f"{problems[0]}; {remedy}")
     if world.rank == 0:
@@ -403,6 +438,7 @@ class Saver:
         self.background = futures.ThreadPoolExecutor(1)
         self.saving = None  # the future of a save, until `look` has seen its end
         self.failed = False  # the last save that has ended
+        self.newest = None  # step of the newest checkpoint that a resume would find
         self.best = None  # name of the sharded one that is the best
         self.report = lambda step, seconds, stood: None  # called when a save has ended well
         self.group = None
@@ -440,12 +476,13 @@ class Saver:
         """From here on this run writes there. A resumed one goes on under the id of its
         checkpoint. Another renames the directory of an earlier run, whole."""
         self.cfg = cfg
+        self.newest = source.header["iter_num"] if resumed else None
         if self.eval_only:
             return
         self.run_id = from_rank0(self.world, lambda: self.new_run(source, resumed))
-        # Hugging Face's files that an export needs.
-        self.kept = source.header.get("kept") if source else None
-        self.base = source.header.get("base") if source else None
+        # Hugging Face's files, for an export, and LoRA's base.
+        before = source.header if source else {}
+        self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
         self.best = source.header.get("best") if resumed else None
 
     def new_run(self, source, resumed):
@@ -479,12 +516,16 @@ class Saver:
     def require_finite(self, loss, what, step):
         """SystemExit if it is not. All ranks have the same loss, so all of them stop, and none
         saves."""
-        if not math.isfinite(loss):
-            self.look(wait=True)  # one that is being written is of an earlier step, and good
-            raise SystemExit(
-                f"{what} is {loss} at step {step}: lower learning_rate (now "
-                f"{self.cfg.learning_rate}), or try dtype=float32 (now {self.cfg.dtype}); the "
-                f"last checkpoint in {self.cfg.out_dir} is untouched")
+        if math.isfinite(loss):
+            return
+        self.look(wait=True)  # one that is being written is of an earlier step, and good
+        rate = self.cfg.learning_rate
+        line = f"{what} is {loss} at step {step}: lower learning_rate (now {rate})"
+        if self.cfg.dtype != "float32":
+            line += f", or try dtype=float32 (now {self.cfg.dtype})"
+        if self.newest is not None:
+            line += f"; the checkpoint of step {self.newest} in {self.cfg.out_dir} is untouched"
+        raise SystemExit(line)
 
     def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
         """Write a full one; or out_dir/step-<n> in the background, as soon as the rows are
@@ -512,12 +553,12 @@ class Saver:
             ties=[names for names in tied_names(model) if f"model.{names[0]}" in tensors],
             scaler=scaler.state_dict() or None,
             meta=read_meta(data_dir(self.cfg.dataset)),
+            torch=str(torch.__version__),
             run=self.run_id,
             iter_num=step,
             best_val_loss=best_val_loss,
-            kept=self.kept,
-            base=self.base,
             best=best,
+            **self.inherited,
         )
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}
@@ -551,8 +592,9 @@ class Saver:
     def save_sharded(self, path, header, rows):
         """In the background: all ranks write, then rank 0 completes it. What goes wrong on one
         rank, all of them raise. Returns when it had ended."""
-        # copy_ahead is for tensors that are still on a GPU.
-        writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+        # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file before all
+        # of it has left Python's buffer, so we sync it ourselves.
+        writer = Writer(path, per_thread_copy_ahead=0, sync_files=False)
         own = {}  # checksums of the files that this rank has written
         error = None
         try:
@@ -560,7 +602,9 @@ class Saver:
             for name in os.listdir(path):
                 is_mine = name.startswith(f"__{self.world.rank}_")  # as DCP names them
                 if is_mine or (name == ".metadata" and self.world.rank == 0):
-                    own[name] = checksum(os.path.join(path, name))
+                    file = os.path.join(path, name)
+                    sync(file)
+                    own[name] = checksum(file)
         except dcp.CheckpointException as e:  # of any rank; it derives from BaseException
             cause, _ = next(iter(e.failures.values()))
             error = first_line(cause)
@@ -590,6 +634,8 @@ class Saver:
                 f"{min(missing)}: use a shared disk, or --checkpoint=full")
         text = sealed(header).encode()
         write_atomically(os.path.join(path, HEADER), lambda f: f.write(text))
+        with writing(path):
+            sync(self.out_dir)  # the name of path itself
         # Only now remove older ones, and what a killed run has left half-written. Leave those
         # with a higher number: they are damaged, or this run would have started from them.
         this = os.path.basename(path)
@@ -619,15 +665,20 @@ class Saver:
             return
         self.failed = False
         step, start, went_on = self.saved
+        self.newest = step
         self.report(step, end - start, went_on - start)
 
     def finish(self):
         """Wait for the save in the background. SystemExit if the run's last save failed."""
         self.look(wait=True)
-        if self.failed:
-            raise SystemExit(
-                f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
-                "continue from the checkpoint before it with --init_from=auto")
+        if not self.failed:
+            return
+        remedy = "start again"
+        if self.newest is not None:
+            remedy = f"continue from step {self.newest} with --init_from=auto"
+        raise SystemExit(
+            f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
+            f"{remedy}")
 
 
 def remove_sharded(path):
@@ -650,9 +701,7 @@ def write_atomically(path, write):
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(tmp, path)
-            directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-            os.fsync(directory)  # the rename itself
-            os.close(directory)
+            sync(os.path.dirname(path) or ".")  # the rename itself
         finally:
             if os.path.exists(tmp):
                 os.remove(tmp)
@@ -666,6 +715,14 @@ def replace_link(make, target, path):
             os.remove(tmp)
         make(target, tmp)
         os.replace(tmp, path)
+        sync(os.path.dirname(path))
+
+
+def sync(path):
+    """Wait until a file's content, or the names in a directory, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
 
 class CannotWrite(SystemExit):
@@ -678,7 +735,16 @@ def writing(path):
     try:
         yield
     except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
-        raise cannot_write(path, e)
+        raise cannot_write(path, reason(e))
+
+
+def reason(e):
+    """The OSError that e came from, if any: after one torch.save fails again as it closes its
+    file, and says only "unexpected pos"."""
+    cause = e
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or e
 
 
 def cannot_write(path, e):
@@ -688,13 +754,6 @@ def cannot_write(path, e):
 
 
 # ---------- the command -------------------------------------------------------
-
-
-def open_newest(out_dir):
-    source = find(out_dir, World())
-    if source is None:
-        raise SystemExit(f"{out_dir}: no checkpoint there")
-    return source
 
 
 def main(argv):
@@ -708,7 +767,9 @@ def main(argv):
         raise SystemExit(f"{out_dir}: no such directory")
     saver = Saver(out_dir, World())
     saver.lock()  # a run there might remove what we read
-    source = open_newest(out_dir)
+    source = find(out_dir, World())
+    if source is None:
+        raise SystemExit(f"{out_dir}: no checkpoint there")
     if not source.sharded:
         print(f"{source.path} is a full checkpoint already")
         return

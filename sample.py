@@ -12,8 +12,12 @@ Where no tokenizer is known, the samples are token ids too.
 
 import inspect
 import math
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
 
 import torch
 from torch.nn import functional as F

@@ -13,8 +13,12 @@ the last wins.
 """
 
 import re
+import signal
 import sys
 from dataclasses import replace
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
 
 import torch
 
@@ -222,9 +226,9 @@ def with_vocabulary(cfg):
     return replace(cfg, vocab_size=size)
 
 
-def open_source(cfg, world):
+def open_source(cfg, world, key="init_from"):
     """What cfg.init_from names, opened; None for scratch, or if there is no checkpoint. If it
-    holds adapters, what they adapt is opened too (all ranks)."""
+    holds adapters, what they adapt is opened too (all ranks). key: who says that name."""
     if cfg.init_from == "scratch":
         return None
     own = cfg.init_from in ("resume", "auto")
@@ -232,10 +236,16 @@ def open_source(cfg, world):
     if source and not own:
         source = checkpoint.weights_of(source)
     if not source and not own:
-        huggingface = extra("huggingface", wanted_by=f"init_from={cfg.init_from}")
-        source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from))
-    if source and source.header.get("base"):
-        source.base = open_source(replace(cfg, init_from=source.header["base"]), world)
+        huggingface = extra("huggingface", wanted_by=f"{key}={cfg.init_from}")
+        source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key))
+    base = source and source.header.get("base")
+    if base:
+        source.base = open_source(replace(cfg, init_from=base), world, f"{source.path}: base")
+        before = source.header.get("base_origin")
+        now = source.base.header.get("origin", "no run's checkpoint")
+        if before and before != now:
+            print0(world, f"{source.path}: base={base} was at {before} when the adapters began, "
+                          f"and is now at {now}", file=sys.stderr)
     return source
 
 

@@ -81,7 +81,7 @@ def open_split(directory, split):
     if count != prepared:
         raise SystemExit(
             f"{directory}: {count:,} of {prepared:,} tokens of {split} are here; copy or "
-            f"prepare it again, or delete {RECORD} to do without the others")
+            f"prepare it again, or move {RECORD} away to do without the others")
     return files
 
 

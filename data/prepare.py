@@ -40,6 +40,9 @@ from multiprocessing import parent_process
 from pathlib import Path
 from tempfile import TemporaryFile
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
+
 import numpy as np
 
 HERE = Path(__file__).absolute().parent
@@ -307,8 +310,8 @@ class Tokens:
         for key in {**begun, **self.arguments}:
             if begun.get(key) != self.arguments.get(key):
                 raise SystemExit(
-                    f"{self.out}: begun with another {key}; pass the same to go on, or delete "
-                    "its files to begin again, or pass another --out")
+                    f"{self.out}: begun with another {key}; pass the same to go on, or move "
+                    "its files away to begin again, or pass another --out")
         vars(self).update(state)
         shards = sum(self.shards.values())
         print(f"{self.out}: going on behind {shards} shards and {self.documents:,} documents")
@@ -468,6 +471,8 @@ def write_files(out, files):
 def writing(out):
     """A directory to write in. If nothing was written it is removed again."""
     is_new = not out.exists()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as since the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         out.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out).close()  # if it cannot be written, that is known at once
@@ -496,8 +501,8 @@ def refuse_to_replace(out, contents):
             others.append(file)
     if others:
         raise SystemExit(
-            f"{out}: another data set is here ({', '.join(others[:3])}); delete its files, or "
-            "pass another --out")
+            f"{out}: another data set is here ({', '.join(others[:3])}); move its files "
+            "away, or pass another --out")
 
 
 # ---------- the command -------------------------------------------------------
@@ -642,8 +647,8 @@ def documents_left(args, tokens):
     place, text = next(docs, ((), ""))
     if [*place, checksum(text)] != [source, row, tokens.checksum]:
         raise SystemExit(
-            f"{args.source[source]}: not what it was when {tokens.out} was begun; delete the "
-            "files there to begin again, or pass another --out")
+            f"{args.source[source]}: not what it was when {tokens.out} was begun; move the "
+            "files there away to begin again, or pass another --out")
     return docs
 
 

@@ -189,7 +189,7 @@ def local_copy(key, name, *patterns):
     except Exception as e:
         raise SystemExit(
             f"{key}={name}: neither a directory here nor on the Hugging Face hub "
-            f"({type(e).__name__}); without a network pass a local directory")
+            f"({type(e).__name__}); without a network it must be a local directory")
 
 
 def gpt2_bpe():

@@ -23,11 +23,12 @@ import torch
 
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-from checkpoint import BUFFERS, Source, find, open_newest, write_atomically, writing
-from configurator import DTYPES, model_file, package
+from checkpoint import BUFFERS, Source, write_atomically, writing
+from configurator import DTYPES, Config, model_file, package
 from data.loader import data_dir, read_meta
 from data.tokenizer import BESIDE, TOKENIZER, encoder, gpt2_bpe, local_copy, name_of
 from ranks import World, first_line, run
+from train import open_source
 
 # ---------- what corresponds to what ------------------------------------------
 
@@ -113,12 +114,13 @@ KEPT = ("config.json", "generation_config.json", *BESIDE)
 # ---------- in ----------------------------------------------------------------
 
 
-def open_pretrained(name):
+def open_pretrained(name, key="init_from"):
     """The Source of a local directory or of a model on the hub ('gpt2', 'org/model').
-    SystemExit if it is not one, or if our models do not compute what it does."""
-    safe_open = package("safetensors", f"init_from={name}").safe_open
+    SystemExit if it is not one, or if our models do not compute what it does.
+    key: who says the name."""
+    safe_open = package("safetensors", f"{key}={name}").safe_open
     files = ("model*.safetensors*", "adapter_*", TOKENIZER, *KEPT)
-    path = Path(local_copy("init_from", name, *files))
+    path = Path(local_copy(key, name, *files))
     if (path / "adapter_config.json").exists():
         return open_adapter(path, safe_open)
     places = {}  # {our key: (file, their key)}
@@ -195,7 +197,7 @@ def open_adapter(path, safe_open):
     def get(ours):
         return safe_open(file, "pt").get_tensor(places[ours])
 
-    header = open_pretrained(base).header
+    header = open_pretrained(base, f"{path}: base_model_name_or_path").header
     header["model_args"].update(lora)
     header["base"] = base
     return Source(str(path), header, shapes, get)
@@ -481,10 +483,9 @@ def main(argv):
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--adapter", action="store_true", help="LoRA's alone, for peft")
     args = parser.parse_args(argv)
-    source = open_newest(args.out_dir)
-    base = source.header.get("base")
-    if base:
-        source.base = find(base, World()) or open_pretrained(base)
+    source = open_source(Config(init_from="resume", out_dir=args.out_dir), World())
+    if source is None:
+        raise SystemExit(f"{args.out_dir}: no checkpoint there")
     if args.adapter:
         export_adapter(source, args.directory)
         print(f"{source.path} -> {args.directory}, for PeftModel.from_pretrained")

@@ -50,7 +50,8 @@ class LlamaConfig:
                 f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
         if self.n_head % self.n_kv_head:
             raise ValueError(
-                f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+                f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}: let "
+                f"n_kv_head be {self.n_head}, or a divisor of it")
         if head_size(self) % 2:
             raise ValueError(
                 f"head_dim={head_size(self)} must be even: pairs are rotated")

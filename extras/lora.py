@@ -103,5 +103,6 @@ def begin(base, model, cfg):
     where = cfg.init_from
     if os.path.isdir(where):
         where = os.path.abspath(where)  # a later run may start in another directory
-    header = {**base.header, "base": where}
+    origin = base.header.get("origin")  # none of Hugging Face's
+    header = {**base.header, "base": where, "base_origin": origin}
     return replace(base, header=header, shapes=shapes, get=get, sharded=False, base=base)

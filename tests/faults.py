@@ -161,8 +161,8 @@ def one_run(tmp, seed):
         print(f"; {fault(rng, world, out, args)}", end="", flush=True)
         assert fault is damage or newest(out) >= before, f"step {before} is gone: {newest(out)}"
     p = trained(world, args)
-    if p.returncode:  # all that was there is damaged: it says what to remove
-        assert "remove it, or pass another out_dir" in p.stderr, p.stderr
+    if p.returncode:  # all that was there is damaged: it says which
+        assert "move it away, or pass another out_dir" in p.stderr, p.stderr
         assert damage in faults and "Traceback" not in p.stderr, p.stderr
         shutil.rmtree(out)
         launch(world, args)

@@ -645,6 +645,28 @@ def assert_same_weights(a, b, tolerance):
         assert error <= tolerance, f"{key}: relative difference {error:.2e}"
 
 
+@contextmanager
+def power_cut():
+    """A function of a path, to call inside: would a power cut leave it as it is now? So it does if
+    a file's content, or which files a directory names, was this when os.fsync was last called."""
+    synced = {}  # {inode: content}
+
+    def content(path):
+        if os.path.isdir(path):
+            return {entry.name: entry.inode() for entry in os.scandir(path)}
+        with open(path, "rb") as f:
+            return f.read()
+
+    def fsync(fd):
+        synced[os.fstat(fd).st_ino] = content(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def is_safe(path):
+        return synced.get(os.stat(path).st_ino) == content(path)
+
+    with patch.object(os, "fsync", fsync):
+        yield is_safe
+
+
 def resident(field, reset=False):
     """Bytes: VmRSS is what this process has in memory now, VmHWM its peak since the last reset."""
     if reset:

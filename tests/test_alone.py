@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -397,6 +398,11 @@ def test_alone_inference_leaves_each_module_in_its_mode():
     with fsdp.inference(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
+    with (patch.object(fsdp, "reshard") as reshard, pytest.raises(SystemExit),
+          fsdp.inference(model)):
+        sys.exit()  # what fails inside leaves nothing behind either
+    assert [module.training for module in model.modules()] == modes
+    reshard.assert_called_once_with(model)
 
 
 def test_alone_what_is_gathered_is_a_copy():

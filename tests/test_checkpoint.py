@@ -30,6 +30,7 @@ from harness import (
     launch,
     losses,
     on_ranks,
+    power_cut,
     read_ckpt,
     read_metrics,
     refused,
@@ -168,12 +169,13 @@ def test_checkpoint_best_is_kept_and_later_ones_know_it(tmp):
 
 
 def test_checkpoint_newest_of_all_kinds_is_resumed(sound, tmp_path):
-    """ckpt.pt is the best, last.pt where a signal stopped, and sharded ones beside them."""
+    """ckpt.pt is the best, last.pt where a signal stopped, and sharded ones beside them. Of the
+    same step a full one is taken: it can be shortened."""
     shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
     ckpt = full_one(sound, tmp_path / "other")
     for name, step, expected in (
-            ("ckpt.pt", 1, "step-000000004"), ("ckpt.pt", 5, "ckpt.pt"), ("last.pt", 3, "ckpt.pt"),
-            ("last.pt", 6, "last.pt")):
+            ("ckpt.pt", 1, "step-000000004"), ("ckpt.pt", 4, "ckpt.pt"), ("ckpt.pt", 5, "ckpt.pt"),
+            ("last.pt", 3, "ckpt.pt"), ("last.pt", 6, "last.pt")):
         torch.save({**ckpt, "iter_num": step}, tmp_path / name)
         assert found(tmp_path).path == str(tmp_path / expected)
 
@@ -419,23 +421,41 @@ def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_checkpoint_rows_are_synced_before_their_header_gets_its_name(tmp, tmp_path):
-    run = built(tmp, checkpoint="sharded")
-    saver, events, rename, sync = claimed(run, tmp_path), [], os.replace, os.fsync
+def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp, tmp_path):
+    """Its files before its header has its name; and all names before anything is removed. Its
+    .metadata is as small as Python's buffer, in which PyTorch 2.13 would leave it."""
+    run = built(tmp, checkpoint="sharded", keep_checkpoints=1)
+    saver, rename, remove, done = claimed(run, tmp_path), os.replace, checkpoint.remove_sharded, []
+    old, new = tmp_path / "step-000000001", tmp_path / "step-000000002"
 
     def replace(source, target):
-        events.append(os.path.basename(target))
+        assert all(is_safe(f"{os.path.dirname(target)}/{name}")
+                   for name in (".metadata", "__0_0.distcp", "header.json.tmp"))
+        done.append(target)
         rename(source, target)
 
-    def fsync(fd):
-        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
-        sync(fd)
+    def remove_sharded(path):
+        if path == str(old) and old.exists() and new.exists():
+            assert is_safe(new) and is_safe(new / "header.json") and is_safe(tmp_path)
+            done.append(path)
+        remove(path)
 
-    with patch.object(os, "fsync", fsync), patch.object(os, "replace", replace):
+    state = {"model.x": torch.zeros(3)}
+    with (power_cut() as is_safe, patch.object(os, "replace", replace),
+          patch.object(checkpoint, "flat_state", lambda *args: state),
+          patch.object(checkpoint, "remove_sharded", remove_sharded)):
         save(saver, run, 1)
+        save(saver, run, 2)
         saver.finish()
-    before = events[:events.index("header.json")]
-    assert before == ["__0_0.distcp", ".metadata.tmp", "header.json.tmp"]
+    assert done == [f"{old}/header.json", f"{new}/header.json", str(old)]
+
+
+def test_checkpoint_links_are_on_the_disk(tmp_path):
+    (tmp_path / "ckpt.pt").write_bytes(b"old")
+    with power_cut() as is_safe:
+        checkpoint.write_atomically(f"{tmp_path}/step.pt", lambda f: f.write(b"hello"))
+        checkpoint.replace_link(os.link, f"{tmp_path}/step.pt", f"{tmp_path}/ckpt.pt")
+        assert is_safe(tmp_path) and is_safe(tmp_path / "ckpt.pt")
 
 
 @pytest.fixture
@@ -509,7 +529,8 @@ def test_checkpoint_keeps_as_many_as_it_is_told(sharded, keep, every, kept):
 
 
 def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
-    """Also in a run that has resumed; and if the save of a better one failed."""
+    """Also in a run that has resumed; and if the save of a better one failed. A run that only
+    begins with the weights has no best yet."""
     saver, run, out = sharded
     saver.cfg = replace(run.cfg, keep_checkpoints=1, always_save_checkpoint=False)
     for step, improved, error in ((1, True, None), (2, True, DISK_FULL), (3, False, None)):
@@ -527,6 +548,11 @@ def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
     saver.finish()
     assert os.readlink(out / "best") == "step-000000005"
     assert checkpoint.complete_steps(out) == ["step-000000005"]
+    saver.claim(saver.cfg, SimpleNamespace(header=header))
+    for step in (1, 2):
+        complete(saver, run, step)
+    assert checkpoint.complete_steps(out) == ["step-000000002"]
+    assert not os.path.lexists(out / "best")
 
 
 def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
@@ -602,13 +628,17 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sha
         assert line.count("\n") == 1 and not (out / f"step-{step:09d}").exists()  # it has room
     saver.look()
     assert capsys.readouterr().err == ""
-    assert "the last save" in refused(saver.finish)
+    line = refused(saver.finish)
+    assert "the last save" in line and "continue" not in line  # there is nothing to continue from
     saver.others = []
     complete(saver, run, 3)
     save(saver, run, 4)
     saver.written.put(DISK_FULL)
     complete(saver, run, 5)  # it says so too when it has waited for the one before
     assert "step-000000004: disk full" in capsys.readouterr().err
+    save(saver, run, 6)
+    saver.written.put(DISK_FULL)
+    assert "continue from step 5 with --init_from=auto" in refused(saver.finish)
     assert checkpoint.complete_steps(out) == ["step-000000003", "step-000000005"]
 
 
@@ -658,8 +688,13 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
     saver = checkpoint.Saver(str(tmp_path), World(), eval_only=True)
-    saver.claim(tiny(tmp), None)
-    assert "learning_rate" in refused(saver.require_finite, math.nan, "validation loss", 0)
+    saver.claim(tiny(tmp), SimpleNamespace(header={"iter_num": 7}))  # weights of another run
+    line = refused(saver.require_finite, math.nan, "validation loss", 0)
+    # it has no checkpoint that could be untouched, and the remedy is not what it does already
+    assert "learning_rate" in line and "checkpoint" not in line and "float32" not in line
+    saver.claim(tiny(tmp, dtype="bfloat16"), SimpleNamespace(header={"iter_num": 7}), resumed=True)
+    line = refused(saver.require_finite, math.nan, "validation loss", 7)
+    assert "step 7 in " in line and "dtype=float32 (now bfloat16)" in line
 
 
 def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(sharded):
@@ -674,9 +709,11 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
         look(wait)
 
     saver.look = looking
+    saver.require_finite(1.0, "loss", 0)
+    assert "untouched" not in refused(saver.require_finite, math.inf, "loss", 0)
     save(saver, run, 1)
-    saver.require_finite(1.0, "loss", 2)
-    assert "inf" in refused(saver.require_finite, math.inf, "loss", 2)
+    line = refused(saver.require_finite, math.inf, "loss", 2)
+    assert "inf" in line and "step 1 in" in line
     save(saver, run, 1)
     line = refused(saver.require_finite, math.nan, "loss", 2)
     assert "learning_rate" in line and saver.saving is None

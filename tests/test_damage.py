@@ -11,13 +11,19 @@ import pickle
 import random
 import shutil
 import zlib
+from fractions import Fraction
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import Ranks, arguments, launch, read_ckpt, refused, tiny, trained
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+)
 
 import checkpoint
 import sample
@@ -52,6 +58,7 @@ def found(out):
     try:
         return checkpoint.find(str(out), World()).header["iter_num"]
     except SystemExit as e:
+        assert "remove" not in e.code and "delete" not in e.code  # it may be a good one
         assert "damaged" in e.code or "not readable" in e.code
         assert "pass another out_dir" in e.code and "\n" not in e.code
         return None
@@ -161,7 +168,7 @@ def test_damage_is_said_and_the_run_goes_on_from_the_older_one(out, tmp, world, 
         path.write_bytes(path.read_bytes()[:-100])
     run = dict(checkpoint="sharded", gradient_accumulation_steps=2)
     p = trained(world, arguments(tmp, out, init_from="auto", max_iters=6, **run))
-    assert str(out / NEW) in p.stderr and "remove it" in p.stderr
+    assert str(out / NEW) in p.stderr and "move it away" in p.stderr
     assert p.stderr.count("\n") == 1, p.stderr
     if what == "all":
         assert p.returncode == 1
@@ -245,6 +252,48 @@ def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, ca
 
 
 # -----------------------------------------------------------------------------
+# another version of PyTorch
+
+
+def rewrite(step, change, **header):
+    """Its .metadata after a change, pickled again; the header fits it."""
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    change(metadata)
+    data = pickle.dumps(metadata)
+    (step / ".metadata").write_bytes(data)
+    header = {**checkpoint.read_header(str(step)), **header}
+    header["files"][".metadata"] = zlib.crc32(data)
+    (step / "header.json").write_text(checkpoint.sealed(header))
+
+
+@pytest.mark.parametrize("fields", [5, 6, 7])
+def test_damage_is_none_where_another_version_has_other_properties(sound, out, fields):
+    """PyTorch 2.13 pickles 5 of a tensor, and 2.15 pickles 6. Each reads what the other writes."""
+    def state(self):
+        encoding = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+        known = (self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory)
+        return (*known, (1,), "of the future")[:fields]
+
+    with patch.object(TensorProperties, "__getstate__", state):
+        rewrite(out / NEW, lambda metadata: None)
+    source = checkpoint.find(str(out), World())
+    assert source.header["iter_num"] == 4 and source.header["torch"] == torch.__version__
+    assert all(torch.equal(source.get(key), t) for key, t in sound["sharded"][1].items())
+
+
+@pytest.mark.parametrize("version, said", [("9.9.9", "torch 9.9.9 "), (None, "another version")])
+def test_damage_is_not_what_it_is_called_if_this_torch_cannot_read_it(out, version, said):
+    """Both versions are named. An older one is not taken: the run would replace this one."""
+    def of_the_future(metadata):
+        metadata.planner_data = Fraction(1, 2)  # a class that we have never heard of
+
+    rewrite(out / NEW, of_the_future, torch=version)
+    line = refused(checkpoint.find, str(out), World())
+    assert str(out / NEW) in line and said in line and f"torch {torch.__version__} " in line
+    assert "is not damaged" in line and "another out_dir" in line and "remove" not in line
+
+
+# -----------------------------------------------------------------------------
 # nothing runs
 
 
@@ -268,13 +317,7 @@ def test_security_metadata_runs_no_code(out, tmp, tmp_path, attack):
     """Through every door: resume, sample, the command; and where PyTorch itself reads it."""
     step, trap = out / NEW, tmp_path / "ran"
     shutil.rmtree(out / OLD)
-    metadata = pickle.loads((step / ".metadata").read_bytes())
-    attack(metadata, str(trap))
-    crafted = pickle.dumps(metadata)
-    (step / ".metadata").write_bytes(crafted)
-    header = checkpoint.read_header(str(step))
-    header["files"][".metadata"] = zlib.crc32(crafted)  # an attacker would do so too
-    (step / "header.json").write_text(checkpoint.sealed(header))
+    rewrite(step, lambda metadata: attack(metadata, str(trap)))  # an attacker would seal it too
     resume = arguments(tmp, out, init_from="resume", max_iters=6)
     for file, argv in [(train, resume), (sample, [f"--out_dir={out}"]),
                        (checkpoint, ["full", str(out)])]:

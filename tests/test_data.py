@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import HERE, children, flags, refused, script, tiny
+from harness import HERE, children, flags, power_cut, refused, script, tiny
 
 from data import loader
 from data import prepare as prepare_py
@@ -441,6 +441,20 @@ def is_running(pid):
             return " Z " not in f.read()
     except OSError:
         return False
+
+
+def test_prepare_leaves_files_that_a_power_cut_does_not_take(tmp_path):
+    """Their bytes before their names, which are the directory's."""
+    rename, renamed = os.replace, []
+
+    def replace(source, target):
+        assert is_safe(source)
+        renamed.append(target.name)
+        rename(source, target)
+
+    with power_cut() as is_safe, patch.object(os, "replace", replace):
+        prepare_py.write_files(tmp_path, {"a.bin": [b"1", b"23"], STATE: [b"{}"]})
+        assert is_safe(tmp_path) and os.listdir(tmp_path) and renamed == ["a.bin", STATE]
 
 
 def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 import checkpoint
 import train
 from configurator import load_config, model_args, resolve
-from extras import huggingface
+from extras import huggingface, lora
 from ranks import World, setup
 
 KEYS = dict(lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
@@ -135,6 +136,56 @@ def test_lora_samples_and_begins_on_other_adapters(tmp, single):
     assert read_ckpt(os.path.join(tmp, "lora-again"))["base"] == os.path.join(tmp, "lora-base")
 
 
+def test_lora_begins_on_a_sharded_base_with_its_loss(tmp):
+    """B is zero, so the first loss is the base's own."""
+    base = dict(max_iters=1, checkpoint="sharded")
+    run_training(tmp, "lora-sharded-base", **base)
+    run = dict(init_from=os.path.join(tmp, "lora-sharded-base"), max_iters=1)
+    begun, whole = (run_training(tmp, f"lora-begun-{len(keys)}", **run, **keys)
+                    for keys in (KEYS, {}))
+    assert columns(begun)[0] == pytest.approx(columns(whole)[0], rel=1e-6)
+
+
+def test_lora_initial_values_are_a_linear_layers_and_zero():
+    """A's bound is 1 / sqrt(its inputs), as nn.Linear's, and not its rank's."""
+    torch.manual_seed(1)
+    for shape in ((4, 400), (400, 4)):
+        value = lora.initial_value(None, "x.lora_A", shape, 1)
+        of_torch = torch.nn.Linear(shape[1], shape[0]).weight
+        assert value.abs().max().item() == pytest.approx(of_torch.abs().max().item(), rel=0.01)
+        assert not lora.initial_value(None, "x.lora_B", shape, 1).any()
+
+
+def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, capsys):
+    """The adapters were trained beside other weights. The header knows which."""
+    own, out = shutil.copytree(base, tmp_path / "base"), str(tmp_path / "out")
+    run_training(tmp, out, init_from=own, max_iters=1, **KEYS)
+    capsys.readouterr()
+
+    def starts():
+        cfg = load_config(arguments(tmp, out, init_from="resume"))
+        train.start(resolve(cfg, World()), World())
+        return capsys.readouterr().err
+
+    assert starts() == ""
+    ckpt = read_ckpt(own)
+    run = ckpt["run"]
+    for change, now in ((dict(iter_num=3), f"step 3 of run {run}"),
+                        (dict(run="another"), "step 2 of run another")):
+        torch.save({**ckpt, **change}, own / "ckpt.pt")
+        line = starts()
+        assert line.count("\n") == 1 and f"base={own} " in line
+        assert f"step 2 of run {run}" in line and now in line
+    # what such a run saves still knows the base of its adapters
+    run_training(tmp, out, init_from="resume", max_iters=2, learning_rate=KEYS["learning_rate"])
+    assert f"step 2 of run {run}" in starts()
+    p = script("extras/huggingface.py", out, tmp_path / "merged")
+    assert p.returncode == 0 and p.stderr.count("now at step 2 of run another") == 1, p.stderr
+    own.rename(tmp_path / "moved")
+    line = refused(starts)
+    assert f"{out}/ckpt.pt: base={own}: " in line and "init_from" not in line
+
+
 def case_bytes(tmp):
     """What a step sends, and in which types parameters are kept."""
     run = built(tmp, dtype="bfloat16", frozen_dtype="bfloat16", gradient_accumulation_steps=2,
@@ -178,6 +229,17 @@ def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
         p.copy_(merged.get(f"model.{name}"))
     after = gpt(idx, idx)[0]
     assert (after - adapted).abs().max() < 1e-5 < (after - before).abs().max()
+
+
+def test_lora_merged_weights_keep_what_bf16_would_round_away():
+    """Of a base in bf16, whose next number after 1 is 1.0078."""
+    shapes = {"model.x.weight": (2, 3)}
+    base = checkpoint.Source(
+        "base", {}, shapes, lambda key: torch.ones(2, 3, dtype=torch.bfloat16))
+    adapters = {"model.x.lora_A": torch.ones(1, 3), "model.x.lora_B": torch.full((2, 1), 0.001)}
+    header = dict(model_args=dict(lora_alpha=2.0, lora_rank=1))
+    source = checkpoint.Source("adapters", header, adapters, adapters.__getitem__, base=base)
+    assert torch.equal(huggingface.merged(source).get("model.x.weight"), torch.full((2, 3), 1.002))
 
 
 def test_lora_mistakes_are_one_line(tmp, base):

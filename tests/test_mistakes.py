@@ -37,7 +37,7 @@ load
   --dtype=fp8 | 'float32'
   --device=tpu | cuda
   --n_head=12 --n_embd=100; --model=llama --n_embd=577 | multiple of n_head
-  --model=llama --n_kv_head=4 | multiple of n_kv_head
+  --model=llama --n_kv_head=4; config/quickstart.py --model=llama --n_kv_head=3 | a divisor of it
   --model=llama --head_dim=63 | even
   --model=moe --n_active=5 | n_expert=4
 resolve

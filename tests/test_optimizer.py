@@ -9,6 +9,7 @@ test_activations.py.
 import math
 import os
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -61,6 +62,9 @@ def test_optimizer_schedule_of_the_learning_rate(tmp):
         1000: 1e-4,
     }
     assert {step: learning_rate_at(step, cfg) for step in expected} == pytest.approx(expected)
+    # without a cosine: from the last step of the warm-up on it is min_lr
+    steep = replace(cfg, lr_decay_iters=2)
+    assert [learning_rate_at(step, steep) for step in (1, 2, 3)] == [2e-3 / 3, 1e-4, 1e-4]
     constant = tiny(tmp, learning_rate=1e-3, decay_lr=False)
     assert [learning_rate_at(step, constant) for step in (0, 11, 1000)] == [1e-3] * 3
 

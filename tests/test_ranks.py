@@ -19,12 +19,16 @@ import torch
 import torch.distributed as dist
 from harness import (
     HASH_SEEDS,
+    HERE,
     Ranks,
     built,
     cannot_simulate,
+    finish,
     heard,
     on_ranks,
     refused,
+    shell,
+    start,
     tiny,
     values,
 )
@@ -297,8 +301,50 @@ def test_ranks_leave_with_one_line_if_one_is_late():
     assert (p.returncode, p.stderr) == (1, "a line\n")
 
 
+@pytest.mark.parametrize("rank, local_rank, slept", [(8, 0, []), (9, 1, [5])])
+def test_ranks_of_every_node_say_why_they_leave(monkeypatch, capsys, rank, local_rank, slept):
+    """The first of each at once: torchrun shows what its own node has printed."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(ranks.StopSignal, "received", False)
+    waits = []
+    with patch.object(ranks.time, "sleep", waits.append), patch.object(ranks.signal, "signal"):
+        ranks.say("a line")
+    assert waits == slept and capsys.readouterr().err == "a line\n"
+
+
 def test_ranks_leave_with_a_traceback_after_a_bug_and_silently_after_ctrl_c():
     p = Ranks(1, raises, ValueError("a bug")).finish()
     assert p.returncode == 1 and "in raises\n" in p.stderr and "ValueError: a bug\n" in p.stderr
     p = Ranks(1, signal.raise_signal, signal.SIGINT).finish()  # where nobody handles it
     assert (p.returncode, p.stderr) == (signal.SIGINT, "")
+
+
+INTERRUPTS = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+print("goes on", flush=True)
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("file, package", [
+    ("train.py", "torch"), ("sample.py", "torch"), ("data/prepare.py", "numpy")])
+def test_ctrl_c_while_python_imports_is_silent(tmp_path, file, package):
+    """In place of a package that takes seconds. A script's background job has it ignored."""
+    path = os.path.join(HERE, file)
+    (tmp_path / f"{package}.py").write_text(INTERRUPTS)
+    p = start(1, [path], tmp_path, PYTHONPATH=str(tmp_path))
+    assert finish(p) == "" and p.returncode == -signal.SIGINT
+    ignored = ("sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, path)
+    p = shell(*ignored, env={"PYTHONPATH": str(tmp_path)})
+    assert (p.returncode, p.stdout, p.stderr) == (7, "goes on\n", "")
+
+
+def test_ctrl_c_while_prepare_writes_is_one_line(tmp_path):
+    """Not silent any more: it has begun."""
+    (tmp_path / "tqdm.py").write_text(INTERRUPTS)
+    (tmp_path / "a.txt").write_text("hello")
+    argv = [f"{HERE}/data/prepare.py", "x", "a.txt", "--tokenizer=bytes", f"--out={tmp_path}/x"]
+    p = start(1, argv, tmp_path, PYTHONPATH=str(tmp_path))
+    assert finish(p).startswith(f"{tmp_path}/x: stopped; ") and p.returncode == 1

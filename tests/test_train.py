@@ -246,14 +246,17 @@ def started(tmp, *flags, init_from="resume", sizes=SIZES, **config):
 
 
 def test_start_from_another_run_takes_its_weights_alone(tmp):
-    """Not its step, its best loss or its moments."""
+    """Not its step, its best loss, its moments or its loss scale."""
     run_training(tmp, "another", max_iters=2, eval_interval=2)
     saved = read_ckpt(os.path.join(tmp, "another"))
     assert saved["iter_num"] == 2 and saved["optimizer"]["state"]
+    saved["scaler"] = dict(scale=128.0)  # as float16 has it
+    torch.save(saved, os.path.join(tmp, "another", "ckpt.pt"))
     cfg = tiny(tmp, init_from=os.path.join(tmp, "another"), strategy="single")
     cfg, source, resumed = train.start(cfg, World())
     assert not resumed
     assert (source.header["iter_num"], source.header["best_val_loss"]) == (0, 1e9)
+    assert source.header["scaler"] is None
     wrapped, optimizer = train.build(train.meta_model(cfg), cfg, World(), source)
     assert not optimizer.state  # it comes in the first step
     for name, p in wrapped.named_parameters():
@@ -399,8 +402,8 @@ def test_evaluation_alone_notices_nan(tmp):
 # the log, sharded checkpoints while training goes on, data
 
 
-def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch, capsys):
-    """Each step takes 60 s and each evaluation 100 s, by a clock that only they move."""
+def test_log_time_is_a_steps_without_evaluation_and_saves(tmp, monkeypatch, capsys):
+    """Each takes 60, 100 and 1000 s, by a clock that only they move."""
     now = [0.0]
 
     def slow(function, seconds):
@@ -412,6 +415,7 @@ def test_log_time_is_a_steps_without_evaluation(tmp, monkeypatch, capsys):
     monkeypatch.setattr(metrics.time, "time", lambda: now[0])
     monkeypatch.setattr(train, "train_step", slow(train.train_step, 60))
     monkeypatch.setattr(train, "evaluate", slow(train.evaluate, 100))
+    monkeypatch.setattr(checkpoint.Saver, "save", slow(checkpoint.Saver.save, 1000))
     rows = run_training(tmp, "clock", max_iters=8, eval_interval=4, log_interval=3)
     assert [row["iter"] for row in rows] == [0, 3, 6, 7]
     assert [row["time_ms"] for row in rows] == [60_000.0] * 4
