@@ -23,8 +23,9 @@ with. It imports only torch (2.13 or later), so you can copy it into your own pr
         optimizer.zero_grad()
     with inference(model):
         logits = model(x)  # on every rank, since it gathers
-    # All ranks call it. Rank 0 gets tensors, the others None.
-    state = {name: gather_full(p) for name, p in model.named_parameters()}
+    # All ranks call it. Rank 0 gets tensors, the others None. (named_parameters() has no
+    # buffers, and a tied parameter under one of its names only.)
+    state = {name: gather_full(t) for name, t in model.state_dict().items()}
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
 their gradients reduced, in one collective. Hooks do it, so no line here shows it:
@@ -36,17 +37,18 @@ their gradients reduced, in one collective. Hooks do it, so no line here shows i
 
 The root is what no unit has. It stays gathered from its forward to the end of backward.
 
-So every rank must call the same units in the same order. If one skips a block at random,
-the ranks gather rows of different blocks as one, and train wrongly without a word: see
-`check_units`.
+So every rank must call the same units in the same order, and backward must reach the same.
+If one skips a block at random, the ranks gather rows of different blocks as one, and train
+wrongly without a word: see `check_units`.
 
 docs/fsdp.md walks through a step, says what FSDP2 asks of your model, and shows how to
 save, resume and average the weights.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 
 import torch
@@ -100,8 +102,8 @@ def shard(
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
     In place (all ranks).
 
-    model: in fp32; what is frozen may be in bf16. Freeze before, since FSDP2 groups
-        parameters by requires_grad.
+    model: in fp32, else it is a ValueError; what is frozen may be in bf16. Freeze before,
+        since FSDP2 groups parameters by requires_grad.
         Parameters on the meta device get memory for this rank's rows, without values yet.
         Parameters that have values, in MyModel() or from_pretrained(), keep them. Every rank
         must hold the same ones, since it takes its own rows of them. So each process needs
@@ -122,6 +124,7 @@ def shard(
         backward only; 2 or more cost memory.
     """
     refuse_meta_buffers(model)
+    refuse_rounded_parameters(model)
     units = list(units)
     offloaded = evenly(units, cpu_offload)
     if cpu_offload == 1:
@@ -159,6 +162,7 @@ def shard(
     # one. But backward may never reach a frozen one: then do not gather it.
     for unit in units:
         if not any(p.requires_grad for p in unit.parameters()):
+            unit.set_unshard_in_backward(False)
             unit.register_forward_hook(gather_if_backward_comes)
     # In forward FSDP2 gathers a unit when its turn comes, beside compute that the GPU
     # still has to do. prefetch_units gathers earlier.
@@ -197,6 +201,15 @@ def refuse_meta_buffers(model):
                 "on the CPU, or set this buffer to a tensor with values first")
 
 
+def refuse_rounded_parameters(model):
+    """ValueError if what trains is not in fp32: its rows and moments would not be either."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype != torch.float32:
+            raise ValueError(
+                f"{name} trains in {p.dtype}, which would round small updates away: call "
+                "model.float() before `shard`. It computes in param_dtype")
+
+
 def replicate(model, reduce_dtype: torch.dtype = torch.float32):
     """PyTorch's DDP: every rank keeps everything. Returns the module to call (all ranks).
     reduce_dtype: to average gradients in; bfloat16 and float16 halve that traffic."""
@@ -226,17 +239,17 @@ def replicate(model, reduce_dtype: torch.dtype = torch.float32):
 
 
 def find_units(model, blocks, min_params: int = 0):
-    """The units, inner before outer: the blocks, and an embedding larger than a block: in the
-    root it would be gathered for the whole step. With min_params, by FSDP1's size-based
-    policy: any module with at least so many parameters that are in no unit yet. Tied
-    parameters stay in the root, since PyTorch refuses them in two units."""
+    """The units, inner before outer: what several blocks share, an embedding larger than a
+    block (in the root it would be gathered for the whole step), and the blocks. With
+    min_params, by FSDP1's size-based policy: any module with at least so many parameters that
+    are in no unit yet. Tied parameters stay in the root: PyTorch refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
-    blocks = list(blocks)
     if not min_params:
+        blocks = list(dict.fromkeys(blocks))  # a block that is used again may be listed again
         block_params = sum(p.numel() for p in blocks[0].parameters())
         embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
         large = [m for m in embeddings if m.weight.numel() > block_params and m.weight not in tied]
-        return large + blocks
+        return shared_modules(blocks) + large + blocks
     units = []
 
     def visit(module):
@@ -244,16 +257,32 @@ def find_units(model, blocks, min_params: int = 0):
         left = list(module.parameters(recurse=False))
         for child in module.children():
             left += visit(child)
-        # A container is never called, so FSDP's hooks on it would not run.
-        is_container = type(module).forward is torch.nn.Module.forward
         too_small = sum(p.numel() for p in left) < min_params
-        if module is model or is_container or too_small or tied.intersection(left):
+        if module is model or is_container(module) or too_small or tied.intersection(left):
             return left
         units.append(module)
         return []
 
     visit(model)
     return units
+
+
+def shared_modules(blocks):
+    """The modules with parameters that several blocks have. Not what is inside of them."""
+    times = Counter(module for block in blocks for module in block.modules())
+    shared = []
+    inner = set()
+    for module, n in times.items():  # outer before inner
+        has_params = any(True for p in module.parameters())
+        if n > 1 and has_params and not is_container(module) and module not in inner:
+            shared.append(module)
+            inner.update(module.modules())
+    return shared
+
+
+def is_container(module):
+    """A container, such as ModuleList, is never called, so FSDP2's hooks on it never run."""
+    return type(module).forward is torch.nn.Module.forward
 
 
 def tied_names(model):
@@ -273,10 +302,23 @@ def evenly(units, fraction):
 
 
 def gather_if_backward_comes(unit, args, output):
-    """A forward hook for a frozen unit: it is not gathered for backward if its output needs
-    no gradient, because all before it is frozen too."""
-    is_reached = not isinstance(output, torch.Tensor) or output.requires_grad
-    unit.set_unshard_in_backward(is_reached)
+    """A forward hook for a frozen unit: it is gathered for backward once its output needs a
+    gradient. None is needed if all before it is frozen too."""
+    # Another call in the same step may need none, so nothing takes it back.
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in inside(output)):
+        unit.set_unshard_in_backward(True)
+
+
+def inside(x):
+    """x and all that it holds, as far as FSDP2 looks."""
+    yield x
+    if is_dataclass(x):
+        x = [getattr(x, field.name) for field in fields(x)]
+    elif isinstance(x, dict):
+        x = [*x.keys(), *x.values()]
+    if isinstance(x, (list, tuple)):
+        for item in x:
+            yield from inside(item)
 
 
 def prefetch(model, units, n):
@@ -289,28 +331,69 @@ def prefetch(model, units, n):
         unit.set_modules_to_backward_prefetch(ordered[max(0, i - n):i][::-1])
 
 
+# ---------- do all ranks do the same? -----------------------------------------
+
+
 @contextmanager
 def check_units(model):
-    """Inside, the ranks compare which unit each of them calls, before it is gathered. If they
-    differ, all raise a ValueError. Each call waits for all ranks: use it for a few steps."""
-
-    def compare(unit, *args):
-        called = [None] * dist.get_world_size()
-        dist.all_gather_object(called, unit)
-        if len(set(called)) > 1:
-            raise ValueError(f"ranks 0, 1, ... call different units at the same time: {called}")
-
-    # The end counts as a call too: a rank may be there while another calls one more unit.
-    hooks = [model.register_forward_hook(partial(compare, "none, it is at the end"))]
+    """Inside, the ranks compare what each does next: which unit's forward or backward. If they
+    differ, all raise a ValueError; also if a unit changes a list or dict that it is given,
+    since FSDP2 gives it a copy. Each comparison waits for all ranks: use it for a few steps."""
+    hooks = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            call = partial(compare, name or "the root")
-            hooks.append(module.register_forward_pre_hook(call, prepend=True))
+            hooks += watch(module, name or "the root")
     try:
         yield
+        compare("the end of check_units")  # another rank may run forward once more
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def compare(event, is_mistake=False):
+    """ValueError on all ranks if their events differ, or are a mistake (collective)."""
+    events = [None] * dist.get_world_size()
+    dist.all_gather_object(events, event)
+    if len(set(events)) > 1:
+        raise ValueError(f"ranks 0, 1, ... do different things at the same time: {events}")
+    if is_mistake:
+        raise ValueError(event)
+
+
+def watch(unit, name):
+    """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
+    given = []
+
+    def before_gather(unit, args):
+        compare(f"forward of {name}")
+
+    def before_forward(unit, args, kwargs):
+        given[:] = [*inside(args), *inside(kwargs)]  # FSDP2 has just made these copies
+
+    def after_forward(unit, args, kwargs, output):
+        left = [*inside(args), *inside(kwargs)]
+        if list(map(id, left)) != list(map(id, given)):
+            compare(
+                f"{name} changed a list or dict that it was given. That is FSDP2's copy, so "
+                "the caller won't see it: return what is new, and let the caller put it there",
+                is_mistake=True)
+        compare(f"end of forward of {name}")
+        tensors = [t for t in inside(output) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tensors if t.requires_grad]
+        torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
+
+    def before_backward(grad):
+        compare(f"backward of {name}")
+        # When backward ends, FSDP2 reduces what is left.
+        at_end = partial(compare, "end of backward")
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    return [
+        unit.register_forward_pre_hook(before_gather, prepend=True),
+        unit.register_forward_pre_hook(before_forward, with_kwargs=True),
+        unit.register_forward_hook(after_forward, prepend=True, with_kwargs=True),
+    ]
 
 
 # ---------- before sharding: activations, compiling ---------------------------
@@ -322,6 +405,8 @@ def checkpoint_activations(
     """Keep less until backward, which computes the rest again while the block is gathered. It
     replaces block.forward, and FSDP2's hooks run around that: so before or after `shard`.
 
+    blocks: without those whose forward changes buffers, as BatchNorm's does: it would run
+        twice. The first one that backward will come to is a ValueError.
     mode: "full" keeps each block's input; "selective" the outputs of its matrix products
         and attention too; "none" changes nothing.
     offload_to_host: keep the inputs there (with "full"). pin_memory: do that for a GPU.
@@ -347,9 +432,15 @@ def checkpointed(block, forward, options, *args, **kwargs):
     """forward, checkpointed if backward will come to it. It does not come to frozen blocks
     before the first one that trains; torch 2.13 could not compile their checkpoints."""
     tensors = (*args, *kwargs.values(), *block.parameters())
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        return checkpoint(forward, *args, **options, **kwargs)
-    return forward(*args, **kwargs)
+    if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return forward(*args, **kwargs)
+    versions = [buffer._version for buffer in block.buffers()]
+    output = checkpoint(forward, *args, **options, **kwargs)
+    if [buffer._version for buffer in block.buffers()] != versions:
+        raise ValueError(
+            f"forward of a {type(block).__name__} changes its buffers. Backward would run it "
+            "again and change them twice: leave this block out of checkpoint_activations")
+    return output
 
 
 # What "selective" keeps. Not baddbmm: the T x T scores of attention that is written out.

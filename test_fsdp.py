@@ -164,6 +164,15 @@ for i, keys in enumerate(pairwise()):
     run_case(world, f"pair{i}", **keys, **SHORT, shard_group_size=group, bias=False)
 for keys in (DDP, ZERO3):
     run_case(2, f"untied-{keys['strategy']}", **keys, **SHORT, model="test_fsdp")
+
+
+def in_two_buckets(**kwargs):
+    """DDP's first bucket gets one parameter. By default all of the tiny model fit into it."""
+    with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1):
+        return run_training(**kwargs)
+
+
+CASES[2]["ddp-buckets"] = in_two_buckets, dict(CASES[2]["ddp-2"][1], name="ddp-buckets")
 PARITY = [(world, name) for world in CASES for name in CASES[world]]
 
 @pytest.fixture(scope="session")

@@ -59,10 +59,14 @@ class Experts(nn.Module):
         best = chances.topk(self.config.n_active, dim=-1)  # (B, T, n_active)
         weights = torch.zeros_like(chances)  # 0 for the others
         weights = weights.scatter(-1, best.indices, best.values)  # (B, T, E)
+        # All matrices at once: the backward of self.c_fc[e] would fill a whole stack with
+        # zeros for each expert.
+        c_fc = self.c_fc.unbind()
+        c_proj = self.c_proj.unbind()
         answer = 0
         for e in range(self.config.n_expert):
-            y = F.gelu(F.linear(x, self.c_fc[e]))  # (B, T, 2 C)
-            y = F.linear(y, self.c_proj[e])  # (B, T, C)
+            y = F.gelu(F.linear(x, c_fc[e]))  # (B, T, 2 C)
+            y = F.linear(y, c_proj[e])  # (B, T, C)
             answer = answer + y * weights[..., e, None].to(y.dtype)
 
         # 1 if all experts are equally busy, more if few do most. The share of the tokens is

@@ -146,6 +146,41 @@ def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix
     assert ran == {0: 1, 1: 2, 2: 2}
 
 
+def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keyword():
+    block, ran = torch.nn.Linear(4, 4).requires_grad_(False), Counter()
+    forward = block.forward
+    block.forward = lambda *, x: ran.update(["forward"]) or forward(x)
+    fsdp.checkpoint_activations([block], "full")
+    x = torch.ones(2, 4)
+    block(x=x)
+    assert ran["forward"] == 1
+    block(x=x.requires_grad_()).sum().backward()
+    assert ran["forward"] == 3
+
+
+@pytest.mark.parametrize("norm", [torch.nn.BatchNorm1d, torch.nn.LayerNorm])
+def test_activations_a_buffer_that_changes_is_refused_where_it_would_change_twice(norm):
+    """Compiled, the graph recomputes without its effects, and BatchNorm's count is right."""
+    block = torch.nn.Sequential(torch.nn.Linear(4, 4), norm(4))
+    block[0].register_buffer("table", torch.ones(4))  # changes never
+    changes = norm is torch.nn.BatchNorm1d
+    fsdp.checkpoint_activations([block], "full")
+    x = torch.randn(3, 4)
+    if changes:
+        with pytest.raises(ValueError, match="Sequential changes its buffers"):
+            block(x)
+    else:
+        block(x).sum().backward()
+    block.eval()
+    block(x).sum().backward()
+    if changes:
+        block.train()
+        block[1].reset_running_stats()
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+        block(x).sum().backward()
+        assert block[1].num_batches_tracked == 1
+
+
 # -----------------------------------------------------------------------------
 # DDP's gradients; the CPU's threads
 
@@ -174,10 +209,11 @@ def test_ddp_reduces_in_reduce_dtype_without_nccl(tmp):
     assert exact == 0 < fewer < some < 2**-7 and fewer < 2**-9
 
 
-def case_storages(tmp):
+def case_storages(tmp, first_bucket):
     """A gradient's norm after a micro-batch that is not reduced; how many storages hold the
     gradients when each later micro-batch of two steps is fetched."""
-    run = built(tmp, strategy="ddp", gradient_accumulation_steps=6)
+    with patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", first_bucket):
+        run = built(tmp, strategy="ddp", gradient_accumulation_steps=6)
     params = [*run.model.parameters()]
     allocate_state(run.optimizer)  # as a resumed run does
     fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=False, every=False)
@@ -200,9 +236,12 @@ def case_storages(tmp):
 def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
     """From the first micro-batch on: beside the buckets they would take 4 bytes a parameter. And
     reduces none but the last's: not in the first step either, or resuming would round otherwise."""
-    (own, counts), (other, same) = values(on_ranks(2, {"": (case_storages, dict(tmp=tmp))}), "")
-    assert counts == same == 6 * [1]  # the tiny model's fit one bucket
-    assert own != other
+    results = on_ranks(2, {str(n): (case_storages, dict(tmp=tmp, first_bucket=size))
+                           for n, size in ((1, 2**20), (2, 1))})
+    for n in (1, 2):  # the tiny model's fit one bucket; a bucket of one byte takes one of them
+        (own, counts), (other, same) = values(results, str(n))
+        assert counts == same == 3 * [1] + 3 * [n]  # DDP cuts its buckets after the first step
+        assert own != other
 
 
 def case_threads(tmp, name, **keys):

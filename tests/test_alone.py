@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import HERE, on_ranks, shell, values
+from harness import HERE, heard, on_ranks, shell, values
 from torch import nn
 
 import fsdp
@@ -35,9 +35,12 @@ class MyModel(nn.Module):
             nn.TransformerEncoderLayer(36, 3, 70, dropout=0.0, batch_first=True)
             for _ in range(4))
         self.head = nn.Linear(36, 50)
+        self.head.weight = self.embedding.weight  # tied
+        # On the CPU, since nobody could know its values on the meta device.
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 36, device="cpu"))
 
     def embed(self, x):
-        x = self.embedding(x)
+        x = self.embedding(x) * self.scale
         for layer in self.layers:
             x = layer(x)
         return x
@@ -137,7 +140,7 @@ def one_process():
     optimizer.step()
     pairs = list(zip(before.parameters(), model.parameters()))
     found["average"] = [(0.9 * p + 0.1 * later).detach() for p, later in pairs]
-    return dict(found, state=dict(before.named_parameters()), after=[*model.parameters()])
+    return dict(found, model=before, after=[*model.parameters()])
 
 
 def test_alone_it_shards_another_model(tmp_path):
@@ -157,8 +160,13 @@ def test_alone_it_shards_another_model(tmp_path):
     zero, one = (torch.load(tmp_path / f"found-{rank}.pt") for rank in (0, 1))
     expected = one_process()
     assert set(one["state"].values()) == {None}
-    for name, p in expected["state"].items():
-        assert (zero["state"][name] - p).norm() <= 1e-5 * p.norm(), name
+    loaded = copy.deepcopy(expected["model"])
+    for t in loaded.state_dict().values():
+        t.zero_()
+    loaded.load_state_dict(zero["state"])  # strict: the tied head and the buffer are there
+    for (name, p), q in zip(loaded.state_dict().items(), expected["model"].state_dict().values()):
+        assert (p - q).norm() <= 1e-5 * q.norm(), name
+    for name, p in loaded.named_parameters():
         rows = [found["rows"][name][0] for found in (zero, one)]
         assert rows == [-(-len(p) // 2), len(p) // 2], name
     assert zero["norm"] == one["norm"] == pytest.approx(expected["norm"].item(), rel=1e-5)
@@ -208,11 +216,10 @@ class Net(nn.Module):
         self.head = nn.Linear(12, 5)
         self.prompt = nn.Parameter(torch.randn(12))
 
-    def forward(self, x, skip=None):
+    def forward(self, x):
         x = x + self.prompt
-        for i, layer in enumerate(self.layers):
-            if i != skip:
-                x = layer(x)
+        for layer in self.layers:
+            x = layer(x)
         return self.head(x)
 
 
@@ -278,6 +285,44 @@ def case_file_in_bf16():
     return found
 
 
+class Frozen(nn.Module):
+    """Its input comes by keyword, and its output lies in a list and a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12).requires_grad_(False)
+        self.weight = nn.Parameter(torch.ones(12), requires_grad=False)
+
+    def forward(self, *, x):
+        return [dict(y=torch.tanh(self.linear(x)) * self.weight)]
+
+
+class AroundFrozen(Net):
+    def forward(self, x, is_reached):
+        target = x
+        if is_reached:
+            x = x + self.prompt
+        for layer in self.layers:
+            x = layer(x=x)[0]["y"]
+        for layer in self.layers:  # once more, and no gradient comes there
+            target = layer(x=target)[0]["y"]
+        return self.head(x - 0.5 * target)
+
+
+def case_frozen(is_reached):
+    """How often it gathers, and the gradients: [[in PyTorch, sharded], ...]."""
+    plain, model = AroundFrozen(Frozen), AroundFrozen(Frozen)
+    fsdp.shard(model, model.layers, fsdp.make_mesh("cpu"))
+    with heard() as calls:
+        model(inputs(), is_reached).square().sum().backward()
+    plain(inputs(), is_reached).square().sum().backward()
+    grads = []
+    for p, q in zip(model.parameters(), plain.parameters()):
+        if q.grad is not None:
+            grads.append([q.grad.tolist(), p.grad.full_tensor().tolist()])
+    return [kind for kind, *_ in calls].count("all_gather"), grads
+
+
 MODELS = {
     "meta": dict(meta=True, offload=0.0),
     "meta, offloaded": dict(meta=True, offload=1.0),
@@ -289,49 +334,19 @@ MODELS = {
 
 def case_misuse():
     """What each of these says, on this rank."""
-    rank = int(os.environ["RANK"])
-
-    def sharded():
-        model = Net(lambda: nn.Linear(12, 12))
-        fsdp.shard(model, model.layers, fsdp.make_mesh("cpu"))
-        return model
-
-    def ranks_skip_different_layers():
-        model = sharded()
-        with fsdp.check_units(model):
-            model(inputs())  # the same: nothing is said
-            model(inputs(), skip=rank)
-
-    def one_rank_skips_the_last_layer():
-        model = sharded()
-        with fsdp.check_units(model):
-            model(inputs(), skip=2 if rank else None)
-
-    def evaluates_before_the_step():
-        model = sharded()
-        model(inputs()).sum().backward()
-        with torch.no_grad():
-            model(inputs())
-        fsdp.clip_grad_norm(model, 1.0)
-
-    def groups_of_three():
+    with pytest.raises(ValueError) as e:
         fsdp.make_mesh("cpu", 3)
-
-    misuses = (ranks_skip_different_layers, one_rank_skips_the_last_layer,
-               evaluates_before_the_step, groups_of_three)
-    said = {}
-    for misuse in misuses:
-        with pytest.raises(ValueError) as e:
-            misuse()
-        said[misuse.__name__] = str(e.value)
-    said["norm"] = fsdp.clip_grad_norm(sharded(), 1.0).item()  # before any backward
-    return said
+    model = Net(lambda: nn.Linear(12, 12))
+    fsdp.shard(model, model.layers, fsdp.make_mesh("cpu"))
+    return dict(said=str(e.value), norm=fsdp.clip_grad_norm(model, 1.0).item())
 
 
 @pytest.fixture(scope="module")
 def found():
     cases = {name: (case_model, keys) for name, keys in MODELS.items()}
     cases["bf16"] = (case_file_in_bf16, {})
+    for is_reached in (True, False):
+        cases[f"frozen-{is_reached}"] = (case_frozen, dict(is_reached=is_reached))
     return on_ranks(2, {**cases, "misuse": (case_misuse, {})})
 
 
@@ -357,13 +372,21 @@ def test_alone_buffers_and_values_are_kept(found, name):
             torch.tensor(zero["state"][key]), t.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
 
 
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_alone_frozen_units_are_gathered_for_backward_if_it_comes(found, is_reached):
+    """Whatever they return; also if the last call of a step needs no gradient."""
+    for gathered, grads in values(found, f"frozen-{is_reached}"):
+        in_forward = 1 + 3 + 3  # the root, and each unit twice
+        assert (gathered > in_forward) == is_reached
+        assert len(grads) == 2 + is_reached  # the head's, and the prompt's
+        for plain, sharded in grads:
+            assert torch.allclose(torch.tensor(plain), torch.tensor(sharded), atol=1e-6)
+
+
 def test_alone_misuse_is_said(found):
-    for said in values(found, "misuse"):
-        assert "['layers.1', 'layers.0']" in said["ranks_skip_different_layers"]
-        assert "'layers.2', 'none, it is at the end'" in said["one_rank_skips_the_last_layer"]
-        assert "evaluation" in said["evaluates_before_the_step"]
-        assert "groups of 3" in said["groups_of_three"]
-        assert said["norm"] == 0
+    for misuse in values(found, "misuse"):
+        assert "groups of 3" in misuse["said"]
+        assert misuse["norm"] == 0  # before any backward
 
 
 @pytest.mark.parametrize("name", [

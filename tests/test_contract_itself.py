@@ -34,12 +34,13 @@ COMPUTE = "            y = F.linear"
 BRANCH = f"            if not weights[..., e].any():\n                continue\n{COMPUTE}"
 STACK = "nn.Parameter(torch.empty(E, 2 * C, C))"
 LIST = "nn.ParameterList([torch.empty(2 * C, C) for _ in range(E)])"
+IN_LIST = (STACK, LIST, "self.c_fc.unbind()", "[*self.c_fc]")
 LAYERS = "        self.transformer.h ="
 REVERSED = "        self.transformer = nn.ModuleDict(dict(reversed(self.transformer.items())))\n"
 MATRICES = "    def matrices(self):"
 ANSWER = "return answer, unbalanced"
 SKIPPED = "if self.training and self.config.dropout and {}() < .5:\n            answer = 0 * answer"
-PRODUCT = "y = F.linear(y, self.c_proj[e])  # (B, T, C)"
+PRODUCT = "y = F.linear(y, c_proj[e])  # (B, T, C)"
 RNN = f"{EXPERTS}\n        self.rnn = nn.LSTM(config.n_embd, config.n_embd)"
 DROP = "x = self.transformer.drop(x)"
 IN_FORWARD = "self.scale = nn.Parameter(torch.ones(1))\n        answer = answer * self.scale"
@@ -145,7 +146,7 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
                         "loss * (targets != -1).sum()"),
     # the rest
     "chunks": ("forward call self.head_loss", HEAD, f"{OF_FLOATS})"),
-    "idle": (r"c_fc\.\d has no gradient .* ddp", STACK, LIST, COMPUTE,
+    "idle": (r"c_fc\.\d has no gradient .* ddp", *IN_LIST, COMPUTE,
              BRANCH.replace("if not", "if not x.is_meta and not")),
     "detached": (r"wpe\S* has no gradient .* detached", "block(x, of_block)",
                  "block(x.detach(), of_block)"),
@@ -211,7 +212,7 @@ def test_contract_holds_for_a_hybrid(tmp, models):
 @pytest.fixture
 def idle(copy):
     never = BRANCH.replace("if not", "if e == 0 or not")
-    return copy("sparse", STACK, LIST, COMPUTE, never, "n_expert: int = 4", "n_expert: int = 8",
+    return copy("sparse", *IN_LIST, COMPUTE, never, "n_expert: int = 4", "n_expert: int = 8",
                 "n_active: int = 2", "n_active: int = 1")
 
 

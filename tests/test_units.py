@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import HERE, plain_gpt
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
@@ -37,6 +38,22 @@ def test_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tie
             vocab_size=vocab_size, tie_embeddings=tied, **sizes))
     expected = [model.model.embed_tokens] * is_unit + list(model.blocks)
     assert fsdp.find_units(model, model.blocks) == expected
+
+
+def test_units_are_what_blocks_share_and_then_the_blocks():
+    """The outermost of it that is called and has parameters, and each block once. (On ranks:
+    test_asked.py.)"""
+    mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    listed = nn.ModuleList([nn.Linear(4, 4)])  # a list is never called
+    blocks = []
+    for _ in range(3):
+        block = nn.Module()
+        block.own, block.mlp, block.listed = nn.Linear(4, 4), mlp, listed
+        block.dropout = blocks[0].dropout if blocks else nn.Dropout()  # nothing to gather
+        blocks.append(block)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([*blocks, blocks[0]])  # one of them twice
+    assert fsdp.find_units(model, model.blocks) == [mlp, listed[0], *blocks]
 
 
 @pytest.mark.parametrize("n, fraction, expected", [
