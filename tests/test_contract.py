@@ -45,7 +45,6 @@ import fsdp
 import sample
 import train
 from configurator import load_config, model_file, resolve
-from model import normal
 from ranks import World, first_line
 
 KEYS = dict(n_layer=2, max_iters=3, eval_interval=3)  # and those of --keys
@@ -164,7 +163,9 @@ def parameters(cfg):
             torch.manual_seed(global_seed)
             with asked(f"initial_value must know {name}"):
                 value = ours.initial_value(name, p.shape, seed)
-                drawn.append(value[:] if isinstance(value, normal) else value)
+                # What draws when it is sliced may be model.normal, or a class of the file's own.
+                is_whole = value is None or torch.is_tensor(value)
+                drawn.append(value if is_whole else value[:])
         value, again, other = drawn
         right = isinstance(value, torch.Tensor) and value.shape == p.shape
         ask(right and value.dtype == torch.float32 and value.device.type == "cpu",

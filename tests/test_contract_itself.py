@@ -12,7 +12,7 @@ import shutil
 import pytest
 import test_contract as contract
 import torch
-from harness import HERE, on_ranks, plain_model, read_ckpt, refused, run_training
+from harness import HERE, on_ranks, plain_model, python, read_ckpt, refused, run_training
 
 import metrics
 import train
@@ -168,6 +168,16 @@ def copy(models):
         (models / f"moe_{name}.py").write_text(code)
         return f"moe_{name}"
     return make
+
+
+def test_contract_holds_for_a_copy_of_model_py(tmp_path):
+    """As the docs tell you to start: the commands, in a copy of the project."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__", ".*_cache")
+    copy = shutil.copytree(HERE, tmp_path / "copy", ignore=left_out)
+    shutil.copy(copy / "model.py", copy / "mine.py")
+    command = ("-m", "pytest", "-q", "tests/test_contract.py", "--model=mine")
+    p = python(*command, cwd=copy, env={"PYTHONPATH": str(copy)})
+    assert p.returncode == 0 and "1 passed" in p.stdout, p.stdout
 
 
 @pytest.mark.parametrize("name", FAULTS)
