@@ -315,7 +315,11 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
     total = torch.zeros((), device=world.device, dtype=dtype)
     weights = torch.zeros_like(total)
     with fsdp.inference(wrapped):
-        for x, y, weight in weighted_batches:
+        for turn, (x, y, weight) in enumerate(weighted_batches):
+            # A model that draws random numbers here (docs/model_file.md) draws the same ones in
+            # each evaluation, at any world size.
+            number = turn * world.size + world.rank
+            torch.manual_seed(derive_seed(cfg.seed, "evaluation", number))
             with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
                 loss = wrapped(x, y)[1]
             total += loss * weight
