@@ -209,6 +209,13 @@ def test_shakespeare_holds_out_the_last_tenth(tmp_path, monkeypatch):
     assert parts == [text[:540], text[540:]]
 
 
+@pytest.mark.parametrize("cores", [1, 3])
+def test_prepare_takes_the_cores_that_it_may_use(monkeypatch, cores):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    assert f"one a core, here {cores})" in script("data/prepare.py", "--help").stdout
+
+
 def documents(n=300):
     rng = random.Random(0)
     words = ["alpha", "beta", "gamma", "d\u00e9lta"]
