@@ -1,8 +1,8 @@
 """
 A model unlike the others, which must pass the contract as it is: a gated linear recurrence and
 latent attention in turns, one attention more that is called after each block, a second head that in
-training predicts the token after the next, a projection that never trains, arguments by keyword, and
-dropout under a key of another name.
+training predicts the token after the next, a projection that never trains, arguments by keyword,
+and dropout under a key of another name.
 
 Sizes: B sequences of T tokens, C = width, L = latent.
 """

@@ -226,9 +226,9 @@ def test_contract_holds_for_a_hybrid(tmp, models):
 
 
 LAST_TOKEN = ("idx, targets)", "idx, targets=None)", "        counts =",
-              "        if targets is None:\n            return logits[:, [-1]], None\n        counts =")
+              "        if targets is None: return logits[:, [-1]], None\n        counts =")
 SILENT = ("    causal = False\n", "")
-MASKED = {  # name: (what the contract says, then what masked.py has, what its copy has instead, ...)
+MASKED = {  # name: (what it says, then what masked.py has, what its copy has instead, ...)
     "no_sampling": (r"forward\(idx\) fails.* causal = False", *SILENT),
     "noise": ("no random numbers in eval mode.* causal = False", *SILENT, *LAST_TOKEN),
     "both_sides": ("depend on no later token.* causal = False", *SILENT, *LAST_TOKEN,
