@@ -157,6 +157,13 @@ def all_reduce_mean_(x, world, patient=False):
     return x
 
 
+def all_reduce_max_(x, world):
+    """Make tensor x its maximum over all ranks, in place; returns it (collective)."""
+    if world.size > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x
+
+
 def from_rank0(world, action, group=None):
     """Call action() on rank 0 while the others wait, for hours if need be. Every rank then
     returns what it returned, or raises its SystemExit (collective).

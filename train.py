@@ -26,7 +26,16 @@ from data.loader import Batches, data_dir, read_meta
 from metrics import Log, describe, require_packages, step_flops
 from model import derive_seed
 from optimizer import allocate_state, learning_rate_at, make_adamw
-from ranks import StopSignal, all_reduce_mean_, connect, from_rank0, print0, run, setup
+from ranks import (
+    StopSignal,
+    all_reduce_max_,
+    all_reduce_mean_,
+    connect,
+    from_rank0,
+    print0,
+    run,
+    setup,
+)
 
 # ---------- build: model, strategy, optimizer, values -------------------------
 
@@ -412,7 +421,10 @@ def train(cfg):
                               f"steps skipped: {overflows:.0f}, loss scale now {scale:g}")
                 overflows.zero_()
             lr = optimizer.param_groups[0]["lr"]
-            log.step(step, lossf, norm.item(), lr, scale, batches.seconds)
+            waited = torch.tensor(batches.seconds, device=world.device)
+            batches.seconds = 0
+            waited = all_reduce_max_(waited, world).item()  # all ranks wait for the slowest
+            log.step(step, lossf, norm.item(), lr, scale, waited)
         step += 1
 
     # --- leave ---
