@@ -19,6 +19,7 @@ import math
 import os
 import re
 import shutil
+import sysconfig
 from dataclasses import (
     MISSING,
     asdict,
@@ -46,6 +47,8 @@ DTYPES = {
     "float16": torch.float16,
     "float8": torch.bfloat16,  # 8 bits in the blocks' linear layers; the rest is bf16
 }
+# Where Triton and inductor look for it: Debian's default scheme would say /usr/local.
+PYTHON_H = os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")
 
 # A key's type says what it may be: a Python type, a test, and what an error then says.
 Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
@@ -432,6 +435,8 @@ def conflicts(cfg, world, distributed):
          "--prefetch_blocks=0"),
         ("compile", cfg.compile and no_compiler,
          f"compiling needs {' or '.join(compilers)}; install one, or use --compile=False"),
+        ("compile", cfg.compile and compilers and not os.path.exists(PYTHON_H),
+         f"compiling needs {PYTHON_H}; install python3-dev, or use --compile=False"),
     ]
     parallel = STRATEGIES[1:]
     only = {

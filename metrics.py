@@ -4,7 +4,7 @@ wandb and TensorBoard if you ask for them.
 
     flops = step_flops(meta_model(cfg), cfg, world)                  # for MFU
     log = Log(cfg, world, saver.out_dir, saver.run_id, step, flops)  # no run_id: only print
-    log.step(step, loss, norm, lr, scale, s)  # every log_interval steps
+    log.step(step, loss, norm, lr, scale, waited)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
@@ -160,7 +160,6 @@ class Log:
         self.world = world
         self.run_id = run_id
         self.next_step = step
-        self.data_seconds = 0
         self.save = NO_SAVE
         self.started = self.since = time.time()
         self.tokens = tokens_per_step(cfg)
@@ -195,14 +194,13 @@ class Log:
         yield
         self.since += time.time() - start
 
-    def step(self, step, loss, norm, lr, scale, data_seconds):
+    def step(self, step, loss, norm, lr, scale, waited):
         """Log this step's numbers, and the time of a step since the last call.
-        data_seconds: for which all steps until now have waited for their batches."""
+        waited: seconds in which these steps have waited for their batches."""
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
-        data_ms = (data_seconds - self.data_seconds) / steps * 1000
-        self.data_seconds = data_seconds
+        data_ms = waited / steps * 1000
         self.since = now
         self.next_step = step + 1
         tokens_per_s = self.tokens / seconds

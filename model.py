@@ -23,6 +23,7 @@ extras/. It defines ModelConfig, a dataclass of keys, and Model, an nn.Module th
                                      the last norm returns, to (logits, loss). If
                                      self.loss_chunks is N > 0, in N pieces, and logits None
     matrices()                       optional: what Muon updates
+    causal                           optional: False if it is no left-to-right language model
 and no buffers. docs/model_file.md explains each; tests/test_contract.py checks your file.
 """
 

@@ -43,7 +43,7 @@ def setup(device, backend, cpu_offload=0.0):
     env = os.environ
     local_size = int(env.get("LOCAL_WORLD_SIZE", 1))
     if cpu_offload:  # torchrun gives each process one thread
-        torch.set_num_threads(max(1, os.cpu_count() // local_size))
+        torch.set_num_threads(max(1, usable_cores() // local_size))
     if "RANK" not in env:
         return World(device=pick_device(device))
     rank = int(env["RANK"])
@@ -62,6 +62,13 @@ def setup(device, backend, cpu_offload=0.0):
     patient_group()  # made now, while all ranks are here
     connect(dist.group.WORLD, device)
     return World(rank, size, device, local_size)
+
+
+def usable_cores():
+    """Those that this process may run on: Slurm or taskset may leave it fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def open_group(rank, size, device, backend):
@@ -147,6 +154,13 @@ def all_reduce_mean_(x, world, patient=False):
     if world.size > 1:
         dist.all_reduce(x, group=patient_group() if patient else None)
         x /= world.size
+    return x
+
+
+def all_reduce_max_(x, world):
+    """Make tensor x its maximum over all ranks, in place; returns it (collective)."""
+    if world.size > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX)
     return x
 
 

@@ -159,6 +159,10 @@ def main(argv):
     sizes = source.header["model_args"]
     cfg = with_model(resolve(cfg, world), theirs.get("model", "gpt2"), sizes, source.path)
     model = meta_model(cfg)
+    if not getattr(model, "causal", True):
+        raise SystemExit(
+            f"model={cfg.model}: its class has causal = False, and sample.py writes from left to "
+            "right; sample from it with code of your own")
     parallelize(model, cfg, world)
     load(source, model, None, world)
     model.eval()

@@ -30,7 +30,16 @@ from data.loader import Batches, data_dir, read_meta
 from metrics import Log, describe, require_packages, step_flops
 from model import derive_seed
 from optimizer import allocate_state, learning_rate_at, make_adamw
-from ranks import StopSignal, all_reduce_mean_, connect, from_rank0, print0, run, setup
+from ranks import (
+    StopSignal,
+    all_reduce_max_,
+    all_reduce_mean_,
+    connect,
+    from_rank0,
+    print0,
+    run,
+    setup,
+)
 
 # ---------- build: model, strategy, optimizer, values -------------------------
 
@@ -325,7 +334,11 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
     total = torch.zeros((), device=world.device, dtype=dtype)
     weights = torch.zeros_like(total)
     with fsdp.inference(wrapped):
-        for x, y, weight in weighted_batches:
+        for turn, (x, y, weight) in enumerate(weighted_batches):
+            # A model that draws random numbers here (docs/model_file.md) draws the same ones in
+            # each evaluation, at any world size.
+            number = turn * world.size + world.rank
+            torch.manual_seed(derive_seed(cfg.seed, "evaluation", number))
             with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
                 loss = wrapped(x, y)[1]
             total += loss * weight
@@ -418,7 +431,10 @@ def train(cfg):
                               f"steps skipped: {overflows:.0f}, loss scale now {scale:g}")
                 overflows.zero_()
             lr = optimizer.param_groups[0]["lr"]
-            log.step(step, lossf, norm.item(), lr, scale, batches.seconds)
+            waited = torch.tensor(batches.seconds, device=world.device)
+            batches.seconds = 0
+            waited = all_reduce_max_(waited, world).item()  # all ranks wait for the slowest
+            log.step(step, lossf, norm.item(), lr, scale, waited)
         step += 1
 
     # --- leave ---

@@ -17,6 +17,7 @@ learns to predict that token, and 0 if not. Without masks it learns all of them.
 import glob
 import json
 import math
+import mmap
 import os
 import re
 from pathlib import Path
@@ -117,6 +118,15 @@ def open_tokens(path):
                 f"{path}: it looks like int64, since three of four uint16 are 0; write "
                 "np.array(tokens, np.uint16), or uint32 behind llm.c's header")
     return tokens
+
+
+def read_ahead(array, first, count):
+    """Have the system read so many elements of a memory map from `first` on, without waiting."""
+    # The map begins at a page, which may lie before the array.
+    start = array.offset % mmap.ALLOCATIONGRANULARITY + first * array.itemsize
+    end = start + count * array.itemsize
+    start -= start % mmap.PAGESIZE
+    array.base.madvise(mmap.MADV_WILLNEED, start, end - start)
 
 
 def open_masks(files):

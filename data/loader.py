@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import open_masks, open_split
+from data.files import open_masks, open_split, read_ahead
 from data.mixture import Mixture, weights_of
 from data.tokenizer import TOKENIZERS
 
@@ -55,7 +55,7 @@ class Batches:
                         "with more text or another block_size")
                 of_split[name] = files
         self.counted = None, 0  # a step, and its mean_targets
-        self.seconds = 0  # that training has waited for its batches
+        self.seconds = 0  # that training has waited for its batches since the last log line
 
     def train(self, step, micro):
         """read(step, micro), and the time that it takes is added to self.seconds."""
@@ -76,6 +76,11 @@ class Batches:
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
         number = step * self.cfg.gradient_accumulation_steps
         number += micro * world.size + world.rank
+        # A page that comes from a network's disk takes milliseconds, and all ranks wait for
+        # the one that needs it. So ask for what this micro-batch of the next step will read.
+        next_number = number + self.cfg.gradient_accumulation_steps
+        for files, _, windows in self.samples(next_number * B, B):
+            files.read_ahead(windows)
         x = torch.empty(B, T, dtype=torch.int64)
         y = torch.empty_like(x)
         for files, rows, windows in self.samples(number * B, B):
@@ -192,8 +197,7 @@ class TokenFiles:
         x = np.empty((len(windows), T), np.int64)
         y = np.empty_like(x)
         for row, window in enumerate(windows):
-            file = bisect_right(self.starts, window) - 1
-            start = (window - self.starts[file]) * T
+            file, start = self.place(window)
             tokens = self.tokens(file, start)
             x[row] = tokens[:-1]
             y[row] = tokens[1:]
@@ -201,6 +205,19 @@ class TokenFiles:
                 learned = self.masks[file][start + 1:start + T + 1]
                 y[row, ~learned] = -1
         return torch.from_numpy(x), torch.from_numpy(y)
+
+    def read_ahead(self, windows):
+        """Have the system read what batch(windows) will take, without waiting for it."""
+        for window in windows:
+            file, start = self.place(window)
+            read_ahead(self.files[file], start, self.block_size + 1)
+            if self.masks:
+                read_ahead(self.masks[file], start, self.block_size + 1)
+
+    def place(self, window):
+        """(The number of its file, where it starts there)."""
+        file = bisect_right(self.starts, window) - 1
+        return file, (window - self.starts[file]) * self.block_size
 
     def tokens(self, file, start):
         """The block_size + 1 tokens of a window."""

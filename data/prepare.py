@@ -542,8 +542,11 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, **defaults):
            help="only the first N documents")
     option("--shard_tokens", metavar="N", type=int, default=100_000_000,
            help="(default: 100 million)")
-    option("--workers", metavar="N", type=int, default=os.cpu_count(),
-           help="processes (default: one a core)")
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # Slurm or taskset may leave fewer
+        cores = len(os.sched_getaffinity(0))
+    option("--workers", metavar="N", type=int, default=cores,
+           help=f"processes (default: one a core, here {cores})")
     parser.set_defaults(**defaults)
     args = parser.parse_intermixed_args()
     args.name = name or args.name

@@ -591,7 +591,8 @@ def run_compiled(**run):
 def no_compiler():
     """Compile by a backend that traces like any other and needs no C++ compiler."""
     with (patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
-          patch.object(shutil, "which", lambda name: name)):  # so resolve() finds one
+          patch.object(shutil, "which", lambda name: name),  # so resolve() finds one
+          patch.object(configurator, "PYTHON_H", __file__)):
         yield
     torch._dynamo.reset()
 

@@ -1,7 +1,8 @@
 """
 A model unlike the others, which must pass the contract as it is: a gated linear recurrence and
-latent attention in turns, a second head that in training predicts the token after the next, a
-projection that never trains, arguments by keyword, and dropout under a key of another name.
+latent attention in turns, one attention more that is called after each block, a second head that in
+training predicts the token after the next, a projection that never trains, arguments by keyword,
+and dropout under a key of another name.
 
 Sizes: B sequences of T tokens, C = width, L = latent.
 """
@@ -92,6 +93,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, C)
         mixers = [LatentAttention if i % 2 else Recurrence for i in range(config.n_layer)]
         self.blocks = nn.ModuleList(Block(config, mixer) for mixer in mixers)
+        self.shared = LatentAttention(config)
         self.norm = nn.RMSNorm(C, 1e-5)
         self.head = nn.Linear(C, config.vocab_size, bias=False)
         self.further = nn.Linear(C, C, bias=False)
@@ -102,6 +104,7 @@ class Model(nn.Module):
         position = torch.arange(idx.size(1), device=idx.device) / self.config.block_size
         for block in self.blocks:
             x = block(x, position=position)  # in fp32, which FSDP casts
+            x = x + self.shared(x)
         x = self.norm(x)
         if targets is None:
             return self.head(x[:, [-1]]), None

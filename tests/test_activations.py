@@ -5,7 +5,9 @@ and sends gradients. Checkpointing is in test_fsdp.py.
     python -m pytest -q tests/test_activations.py
 """
 
+import os
 from collections import Counter
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -244,13 +246,23 @@ def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
         assert own != other
 
 
-def case_threads(tmp, name, **keys):
-    with patch("os.cpu_count", lambda: 8):
-        run_training(tmp, name, strategy="full_shard", max_iters=0, **keys)
+def case_threads(tmp, name, cores, **keys):
+    """cores: that the process may use, of the 8 that there are; 0 leaves it on one, in earnest."""
+    own = os.sched_getaffinity(0)
+    few = patch("os.sched_getaffinity", lambda process: range(cores))
+    with patch("os.cpu_count", lambda: 8), few if cores else nullcontext():
+        os.sched_setaffinity(0, {min(own)})
+        try:
+            run_training(tmp, name, strategy="full_shard", max_iters=0, **keys)
+        finally:
+            os.sched_setaffinity(0, own)
     return torch.get_num_threads()
 
 
-def test_threads_of_the_node_are_divided_when_the_cpu_updates(tmp):
-    results = on_ranks(2, {name: (case_threads, dict(tmp=tmp, name=name, cpu_offload=fraction))
-                           for name, fraction in dict(device=0.0, host=0.5).items()})
-    assert values(results, "device") == [1, 1] and values(results, "host") == [4, 4]
+def test_threads_are_the_ranks_share_of_the_cores_when_the_cpu_updates(tmp):
+    """Of those that Slurm or taskset leaves them."""
+    cases = dict(device=(8, 0.0), host=(8, 0.5), fewer=(4, 0.5), one=(0, 0.5))
+    results = on_ranks(2, {
+        name: (case_threads, dict(tmp=tmp, name=name, cores=cores, cpu_offload=fraction))
+        for name, (cores, fraction) in cases.items()})
+    assert [values(results, name) for name in cases] == [[1, 1], [4, 4], [2, 2], [1, 1]]

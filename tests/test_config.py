@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import HERE, of_ours, refused, script, tiny
 
+import configurator
 import train
 from configurator import (
     LORA,
@@ -219,11 +220,17 @@ def test_config_auto_dtype_is_what_the_device_is_fast_at(tmp, monkeypatch):
 
 
 @pytest.mark.parametrize("kind, words", [("cpu", "g++ or clang++"), ("cuda", "gcc or clang")])
-def test_config_compile_asks_for_a_compiler(tmp, monkeypatch, kind, words):
-    """Of C++ on a CPU. On a GPU Triton wants one of C."""
+def test_config_compile_asks_for_a_compiler(tmp, tmp_path, monkeypatch, kind, words):
+    """Of C++ on a CPU. On a GPU Triton wants one of C. And for Python's headers."""
     world, cfg = World(device=torch.device(kind)), tiny(tmp, compile=True)
+    headers = tmp_path / "Python.h"
+    monkeypatch.setattr(configurator, "PYTHON_H", str(headers))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     said = refused(resolve, cfg, world)
     assert said.startswith("compile=True ") and f"needs {words};" in said
     monkeypatch.setattr(shutil, "which", {words.split()[0]: "/bin/it"}.get)
+    said = refused(resolve, cfg, world)
+    assert said.startswith("compile=True ") and str(headers) in said and "--compile=False" in said
+    assert not resolve(tiny(tmp, compile=False), world).compile
+    headers.touch()
     assert resolve(cfg, world).compile

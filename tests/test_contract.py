@@ -45,7 +45,6 @@ import fsdp
 import sample
 import train
 from configurator import load_config, model_file, resolve
-from model import normal
 from ranks import World, first_line
 
 KEYS = dict(n_layer=2, max_iters=3, eval_interval=3)  # and those of --keys
@@ -79,6 +78,14 @@ def small(tmp, model, **overrides):
     """The config of a small run, by way of flags, as a user's."""
     keys = {**KEYS, "model": model, "vocab_size": 67, **overrides}
     return load_config(arguments(tmp, "out", **keys))
+
+
+def is_causal(cfg):
+    """A left-to-right language model, unless its class has causal = False."""
+    return getattr(model_file(cfg.model).Model, "causal", True)
+
+
+NOT_CAUSAL = "; a model that is no left-to-right language model has causal = False in its class"
 
 
 def ask(good, sentence):
@@ -145,7 +152,8 @@ def parts(cfg):
         for name in others:
             same = home.get(name) is home.get(first)
             ask(same, f"{first} and {name} are one parameter in two units, which FSDP gathers one "
-                      "at a time: make one for each block")
+                      "at a time: make one for each block, or a module of the model itself that "
+                      "is called between the blocks")
 
 
 def parameters(cfg):
@@ -164,7 +172,9 @@ def parameters(cfg):
             torch.manual_seed(global_seed)
             with asked(f"initial_value must know {name}"):
                 value = ours.initial_value(name, p.shape, seed)
-                drawn.append(value[:] if isinstance(value, normal) else value)
+                # What draws when it is sliced may be model.normal, or a class of the file's own.
+                is_whole = value is None or torch.is_tensor(value)
+                drawn.append(value if is_whole else value[:])
         value, again, other = drawn
         right = isinstance(value, torch.Tensor) and value.shape == p.shape
         ask(right and value.dtype == torch.float32 and value.device.type == "cpu",
@@ -182,24 +192,27 @@ def forward(cfg):
     """What it takes and returns, in training."""
     ours = plain_model(cfg).train()
     with asked("forward(idx, targets) fails on token ids (B, T), and as many targets"):
-        trained = ours(X, Y)
-        sampled = ours(X)
-    for answer in (trained, sampled):
-        pair = isinstance(answer, tuple) and len(answer) == 2
-        ask(pair, "forward must return a pair, (logits, loss)")
+        logits, loss = pair(ours(X, Y))
     with asked("forward must take any B, and any T up to block_size"):
         ours(X[:1, :5], Y[:1, :5].contiguous())
-    logits, loss = trained
     right = logits is None or logits.shape == (3, 16, 67)
     ask(right, "with targets, its second argument, forward returns logits (B, T, V), or None")
     right = torch.is_tensor(loss) and loss.shape == () and loss.dtype == torch.float32
     ask(right, "with targets forward returns the mean loss, one number in float32")
     ask(loss.isfinite(), f"forward returns a loss of {loss:.4f}: does it divide by 0, or attend to "
                          "no position at all?")
-    logits, loss = sampled
-    right = torch.is_tensor(logits) and logits.shape == (3, 1, 67) and loss is None
-    ask(right, "without targets forward returns the logits of the last position, (B, 1, V), and "
-               "None")
+    if is_causal(cfg):
+        with asked(f"forward(idx) fails, which sample.py calls{NOT_CAUSAL}"):
+            logits, loss = pair(ours(X))
+        right = torch.is_tensor(logits) and logits.shape == (3, 1, 67) and loss is None
+        ask(right, "without targets forward returns the logits of the last position, (B, 1, V), "
+                   f"and None{NOT_CAUSAL}")
+
+
+def pair(answer):
+    is_pair = isinstance(answer, tuple) and len(answer) == 2
+    ask(is_pair, "forward must return a pair, (logits, loss)")
+    return answer
 
 
 def backward(cfg):
@@ -302,8 +315,12 @@ def random_numbers(cfg):
     ask(same, "draw random numbers from torch, not from Python's random or NumPy's, which training "
               "does not seed")
     ours.eval()
-    same = ours(X, Y)[1].item() == ours(X, Y)[1].item()
-    ask(same, "draw no random numbers in eval mode: F.dropout needs training=self.training")
+    same = loss(0) == loss(1)
+    ask(same, "draw random numbers from torch in eval mode too, where evaluation seeds it")
+    if is_causal(cfg):
+        same = ours(X, Y)[1].item() == ours(X, Y)[1].item()
+        ask(same, "draw no random numbers in eval mode: F.dropout needs training=self.training"
+                  f"{NOT_CAUSAL}")
 
 
 @torch.no_grad()
@@ -313,8 +330,9 @@ def who_sees_whom(cfg):
 
     def answer(kept, counted):
         """With other tokens where nothing is kept, of the targets that are counted."""
+        torch.manual_seed(0)
         logits, loss = ours(X.where(kept, 66 - X), Y.where(counted, -1))
-        return loss if logits is None else logits[counted]
+        return logits[counted] if is_causal(cfg) and logits is not None else loss
 
     with asked("targets of -1 do not count: use model.cross_entropy"):
         answer(ALL, SOME)
@@ -323,10 +341,12 @@ def who_sees_whom(cfg):
         row[i] = True
         ask(close(answer(row, row), answer(ALL, row), 1e-6),
             "forward mixes the rows of a batch: leave dimension 0 alone (batch_first=True in "
-            "nn.LSTM and nn.MultiheadAttention, no mean over it, LayerNorm for BatchNorm)")
-    ask(close(answer(SOME, SOME), answer(ALL, SOME), 1e-6),
-        "a position's logits must depend on no later token: mask what comes later, and pad "
-        "convolutions on the left")
+            "nn.LSTM and nn.MultiheadAttention, no mean over it, LayerNorm for BatchNorm), and let "
+            "the loss count no row whose targets are all -1")
+    if is_causal(cfg):
+        ask(close(answer(SOME, SOME), answer(ALL, SOME), 1e-6),
+            "a position's logits must depend on no later token: mask what comes later, and pad "
+            f"convolutions on the left{NOT_CAUSAL}")
 
 
 @torch.no_grad()
@@ -350,6 +370,8 @@ def each_loss(logits, y):
 @torch.no_grad()
 def loss_alone(cfg):
     """In eval mode: the mean cross-entropy of the targets that count."""
+    if not is_causal(cfg):
+        return
     ours = awake(cfg)
     logits, loss = ours(X, Y_SOME)
     expected = by_prefixes(ours, X)
@@ -380,7 +402,8 @@ def loss_in_bf16(cfg):
 
     for block in ours.blocks:
         block.register_forward_pre_hook(cast, with_kwargs=True)
-    for t in range(16):
+    # One target at a time, unless the loss may be another than that of the logits.
+    for t in range(16) if is_causal(cfg) else [slice(16)]:
         y = torch.full_like(Y, -1)
         y[:, t] = Y[:, t]
         with asked(f"forward fails in bf16, as FSDP computes: {BF16}"):
@@ -388,7 +411,8 @@ def loss_in_bf16(cfg):
         ask(loss.dtype == torch.float32, "compute the loss in float32: use model.cross_entropy")
         ask(loss.isfinite(), f"in bf16 the loss is {loss:.4f}: compute in float32 what needs its "
                              "digits, by x.float()")
-        mean = loss if logits is None else each_loss(logits, y).mean()
+        compares = is_causal(cfg) and logits is not None
+        mean = each_loss(logits, y).mean() if compares else loss
         ask(close(loss, mean, 1e-3),
             "take the loss of bf16 logits in float32, by logits.float(), as model.cross_entropy "
             f"does: it is {loss:.4f}, not {mean:.4f}")
@@ -401,7 +425,7 @@ def loss_in_training(cfg):
     ours.train()
     torch.manual_seed(0)
     loss = ours(X, Y_SOME)[1].item()
-    ask(0.8 * alone < loss < 2 * alone,
+    ask(not is_causal(cfg) or 0.8 * alone < loss < 2 * alone,
         f"in training the loss is {loss:.4f}, and in eval mode {alone:.4f}: it must be the same "
         "mean, of the targets that are not -1, plus at most as much again")
     torch.manual_seed(0)
@@ -484,15 +508,20 @@ def compare_values(values, expected, cause, remedy):
 
 
 def registration(cfg):
-    """Root and blocks are registered in the order of their first use: `freeze` relies on it."""
+    """Blocks, and what is called once outside of them, are registered in the order of their use:
+    `prefetch_blocks` relies on it."""
     ours = plain_model(cfg).train()
-    names, used = {}, []
+    layers = set(ours.blocks)
+    names, homes, calls = {}, {}, []
     for name, module in ours.named_modules():
-        block = next((b for b in ours.blocks if module in set(b.modules())), module)
-        if module in set(ours.blocks) or list(module.parameters(recurse=False)):
+        block = next((b for b in layers if module in set(b.modules())), module)
+        if module in layers or list(module.parameters(recurse=False)):
             names.setdefault(block, name)
-            module.register_forward_pre_hook(lambda *_, block=block: used.append(block))
+            homes[module] = block
+            module.register_forward_pre_hook(lambda module, args: calls.append(module))
     ours(X, Y)
+    # What is called between the blocks, again and again, has no place in their order.
+    used = [homes[m] for m in calls if homes[m] in layers or calls.count(m) == 1]
     used = [names[block] for block in dict.fromkeys(used)]
     order = [name for name in names.values() if name in used]
     ask(used == order, f"register modules in the order in which forward uses them: {used}")
@@ -501,6 +530,8 @@ def registration(cfg):
 @torch.no_grad()
 def generation(cfg):
     """Equal with a cache and without, within the context and beyond it."""
+    if not is_causal(cfg):
+        return
     ours = awake(cfg)
     for p in ours.parameters():
         p.mul_(3)  # decisive logits

@@ -12,9 +12,20 @@ import shutil
 import pytest
 import test_contract as contract
 import torch
-from harness import HERE, on_ranks, plain_model, read_ckpt, refused, run_training
+from harness import (
+    HERE,
+    built,
+    on_ranks,
+    plain_model,
+    python,
+    read_ckpt,
+    refused,
+    run_training,
+    values,
+)
 
 import metrics
+import sample
 import train
 from data.loader import Batches
 from ranks import World
@@ -171,6 +182,16 @@ def copy(models):
     return make
 
 
+def test_contract_holds_for_a_copy_of_model_py(tmp_path):
+    """As the docs tell you to start: the commands, in a copy of the project."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__", ".*_cache")
+    copy = shutil.copytree(HERE, tmp_path / "copy", ignore=left_out)
+    shutil.copy(copy / "model.py", copy / "mine.py")
+    command = ("-m", "pytest", "-q", "tests/test_contract.py", "--model=mine")
+    p = python(*command, cwd=copy, env={"PYTHONPATH": str(copy)})
+    assert p.returncode == 0 and "1 passed" in p.stdout, p.stdout
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_contract_says_what_to_change(tmp, copy, name):
     """One sentence, from the file alone."""
@@ -203,6 +224,66 @@ def test_contract_holds_for_a_hybrid(tmp, models):
     for name, (world, _) in contract.MODES.items():
         if world == 2:
             contract.test_contract_modes(tmp, "hybrid", name)
+
+
+LAST_TOKEN = ("idx, targets)", "idx, targets=None)", "        counts =",
+              "        if targets is None: return logits[:, [-1]], None\n        counts =")
+SILENT = ("    causal = False\n", "")
+MASKED = {  # name: (what it says, then what masked.py has, what its copy has instead, ...)
+    "no_sampling": (r"forward\(idx\) fails.* causal = False", *SILENT),
+    "noise": ("no random numbers in eval mode.* causal = False", *SILENT, *LAST_TOKEN),
+    "both_sides": ("depend on no later token.* causal = False", *SILENT, *LAST_TOKEN,
+                   "self.config.hidden\n", "self.config.hidden * self.training\n"),
+    "rows": ("mixes the rows of a batch", "x = block(x)", "x = block(x + x.mean(0))"),
+    "every_row": ("no row whose targets are all -1", "hidden & counts", "hidden"),
+    "python": ("from torch in eval mode too", "import torch\n", "import random\nimport torch\n",
+               "torch.rand(idx.shape, device=idx.device) <",
+               "(torch.rand(idx.shape) if self.training else random.random() + 0 * idx) <"),
+    "bf16": ("forward fails in bf16", "self.norm(x))  #", "self.norm(x).float())  #"),
+}
+
+
+def test_contract_holds_for_a_masked_model(tmp, models):
+    """It sees both sides, and draws random numbers in an evaluation: its attribute says so. The
+    rest is asked of it too."""
+    path = shutil.copy(os.path.join(HERE, "tests", "masked.py"), models)
+    contract.test_contract_of_the_file(tmp, "masked")
+    with open(path) as f:
+        masked = f.read()
+    for name, (sentence, *changes) in MASKED.items():
+        code = masked
+        for before, after in zip(changes[::2], changes[1::2]):
+            assert before in code
+            code = code.replace(before, after)
+        (models / f"masked_{name}.py").write_text(code)
+        with pytest.raises(pytest.fail.Exception, match=sentence):
+            contract.test_contract_of_the_file(tmp, f"masked_{name}")
+
+
+def case_evaluations(tmp, **keys):
+    run = built(tmp, model="masked", eval_iters=5, **keys)
+    losses = []
+    for step in range(2):
+        torch.manual_seed(step)
+        losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world))
+    return losses
+
+
+def test_contract_random_numbers_of_an_evaluation_are_the_same_each_time(tmp, models):
+    """On any number of ranks, of which the last has fewer windows."""
+    shutil.copy(os.path.join(HERE, "tests", "masked.py"), models)
+    first, second = case_evaluations(tmp)
+    assert first == second
+    for said in values(on_ranks(2, {"": (case_evaluations, dict(tmp=tmp))}), ""):
+        for losses in said:
+            assert losses == pytest.approx(first, rel=1e-6)
+
+
+def test_contract_a_model_that_is_not_causal_trains_and_is_not_sampled_from(tmp, models):
+    shutil.copy(os.path.join(HERE, "tests", "masked.py"), models)
+    assert len(run_training(tmp, "masked", model="masked", max_iters=1)) == 1
+    line = refused(sample.main, [f"--out_dir={tmp}/masked", "--device=cpu", "--dtype=float32"])
+    assert "model=masked" in line and "causal = False" in line
 
 
 # ---------- experts without tokens, in a copy that leaves them out ------------

@@ -7,10 +7,13 @@ What all of these commands refuse is in test_mistakes.py, tokenizers of the `tok
 test_llama.py.
 """
 
+import ctypes
 import errno
 import hashlib
 import itertools
 import json
+import math
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -30,7 +33,7 @@ from harness import HERE, children, flags, power_cut, refused, script, tiny
 
 from data import loader
 from data import prepare as prepare_py
-from data.files import RECORD, STATE
+from data.files import RECORD, STATE, header
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
 from data.tokenizer import gpt2_bpe, tokenizer
@@ -90,6 +93,63 @@ def test_evaluation_visits_each_fixed_window_once_on_any_number_of_ranks(tmp, si
         assert (y[max(1, int(weight)):] == -1).all()
         rows += x[:int(weight)].tolist()
     assert rows == files.batch(order)[0].tolist()
+
+
+def test_the_next_step_s_windows_are_asked_for_while_this_one_is_read(tmp):
+    """On each rank, in each micro-batch: those that it will then read."""
+    parts = batches_of(tmp, 2, gradient_accumulation_steps=4)
+    read, read_ahead = TokenFiles.batch, TokenFiles.read_ahead
+    asked = {}  # {(rank, micro-batch): windows}
+    for step in range(3):
+        for micro, (rank, part) in itertools.product(range(2), enumerate(parts)):
+            with (patch.object(TokenFiles, "batch", autospec=True, side_effect=read) as now,
+                  patch.object(TokenFiles, "read_ahead", autospec=True,
+                               side_effect=read_ahead) as ahead):
+                part.train(step, micro)
+            windows = now.call_args.args[1].tolist()
+            assert step == 0 or windows == asked[rank, micro]
+            asked[rank, micro] = ahead.call_args.args[1].tolist()
+            assert asked[rank, micro] != windows
+
+
+libc = ctypes.CDLL(None)
+
+
+def in_memory(array, first, count):
+    """Are these elements of a memory map in the system's memory, all of them? It reads none."""
+    page = mmap.PAGESIZE
+    start = array[first:].ctypes.data // page * page
+    length = array[first + count - 1:].ctypes.data + array.itemsize - start
+    pages = (ctypes.c_ubyte * math.ceil(length / page))()
+    assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), pages) == 0
+    return all(n & 1 for n in pages)
+
+
+def test_windows_that_are_asked_for_come_without_being_read(tmp_path):
+    """From either shard, behind its header; the mask's bytes too."""
+    T, n = 5000, 1 << 22
+    for i in (1, 2):  # of zeros, which take no room on the disk
+        with open(tmp_path / f"x_train_{i}.bin", "wb") as f:
+            f.write(header(np.dtype(np.uint16), n))
+            f.truncate(1024 + 2 * n)
+        with open(tmp_path / f"x_train_{i}.mask", "wb") as f:
+            f.truncate(n)
+    files = TokenFiles(tmp_path, "train", T, 9)
+    maps = [*files.files, *files.masks]
+    for array in maps:
+        array.base.madvise(mmap.MADV_DONTNEED)  # what has been read so far
+        with open(array.filename, "rb") as f:
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    last = len(files) // 2 - 1  # of a shard
+    wanted = [(array, window * T) for array in maps for window in (0, last)]
+    if any(in_memory(array, start, T + 1) for array, start in wanted):
+        pytest.skip("this file system keeps everything in memory")
+    files.read_ahead([0, last, last + 1, 2 * last + 1])
+    end = time.time() + 20
+    while not all(in_memory(array, start, T + 1) for array, start in wanted):
+        assert time.time() < end, "it never came"
+        time.sleep(0.01)
+    assert not in_memory(maps[0], n // 2, T)  # and nothing else
 
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
@@ -207,6 +267,13 @@ def test_shakespeare_holds_out_the_last_tenth(tmp_path, monkeypatch):
     _, decode, _ = tokenizer(loader.read_meta(tmp_path / "out"))
     parts = [decode(tokens_of(tmp_path / f"out/{split}.bin")) for split in ("train", "val")]
     assert parts == [text[:540], text[540:]]
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_prepare_takes_the_cores_that_it_may_use(monkeypatch, cores):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    assert f"one a core, here {cores})" in script("data/prepare.py", "--help").stdout
 
 
 def documents(n=300):

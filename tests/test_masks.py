@@ -89,6 +89,41 @@ def test_targets_that_the_mask_leaves_out_are_ignored(masked):
     assert files.counts.tolist() == (y != -1).sum(1).tolist()
 
 
+def test_each_shard_has_a_mask_of_its_own(masked, tmp_path):
+    """Cut in two, behind a window's last target, the windows are what they were."""
+    cut = 6 * T
+    for kind in ("bin", "mask"):
+        item = np.uint16 if kind == "bin" else np.uint8
+        whole = np.fromfile(f"{masked}/toy/val.{kind}", item)
+        whole[:cut + 1].tofile(tmp_path / f"x_val_1.{kind}")
+        whole[cut:].tofile(tmp_path / f"x_val_2.{kind}")
+    x, y = windows_of(masked, "val")
+    files = loader.TokenFiles(tmp_path, "val", T, 67)
+    ours = files.batch(range(len(files)))
+    assert torch.equal(ours[0], x[:len(files)]) and torch.equal(ours[1], y[:len(files)])
+    assert files.counts.tolist() == (y[:len(files)] != -1).sum(1).tolist()
+    assert len(files.files) == 2 and len({*files.counts.tolist()}) > 2
+
+
+def test_masks_are_looked_at_where_an_evaluation_reads(tmp, tmp_path):
+    """Of its eval_iters * batch_size windows one with a target is enough, but it needs one."""
+    data = tmp_path / "toy"
+    shutil.copytree(f"{tmp}/toy", data)
+    n = 599 // T
+    first, second, *_ = loader.eval_order(n, 4)
+    assert second not in loader.eval_order(n, 2)
+    for window, accepted in ((second, True), (second + 1, False)):
+        mask = np.zeros(600, np.uint8)
+        mask[window * T + 1:][:T] = 1
+        mask.tofile(data / "val.mask")
+        np.ones(5400, np.uint8).tofile(data / "train.mask")
+        cfg = tiny(str(tmp_path), eval_iters=2, batch_size=2)
+        if accepted:
+            loader.Batches(cfg, World())
+        else:
+            assert "leaves out every token" in refused(loader.Batches, cfg, World())
+
+
 # ---------- the mean over the targets of a step -------------------------------
 
 BIG = dict(

@@ -94,11 +94,22 @@ def test_each_set_has_epochs_of_its_own_at_any_number_of_ranks(sets):
     assert orders[0] != orders[1]  # of as many windows
 
 
+def test_no_set_s_epoch_is_in_the_order_of_another_s():
+    """As it would be if the sets' seeds were sums. Runs resume: the orders stay as they are."""
+    orders = [loader.train_order(97, 7, 97 * epoch, 97, number).tolist()
+              for number in range(3) for epoch in range(3)]
+    assert len(set(map(tuple, orders))) == 9
+    assert loader.train_order(97, 7, 95, 5, number=2).tolist() == [93, 7, 34, 91, 39]
+
+
 def test_a_mixture_resumes_bit_for_bit_and_says_the_loss_of_each_set(sets, monkeypatch, capsys):
     path, dataset = sets
     keys = dict(dataset=dataset, eval_interval=3, gradient_accumulation_steps=4, eval_iters=100)
     whole = run_training(path, "whole", max_iters=6, **keys)
-    assert "epoch of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for i, (windows, weight) in enumerate(zip((22, 22, 5), WEIGHTS)):
+        # 8 samples a step, of which so many eighths are this set's
+        assert f"epoch of {path}/s{i} = {windows / weight:,.0f} steps" in said
     run_training(path, "parts", max_iters=3, **keys)
     run_training(path, "parts", max_iters=6, init_from="resume", **keys)
     rows = [read_metrics(f"{path}/{name}") for name in ("whole", "parts")]
@@ -131,6 +142,8 @@ def test_what_is_no_mixture_is_refused(sets, mixture):
 def test_weights_and_vocabularies(sets, tmp_path):
     assert weights_of("web") == {"web": 1}
     assert weights_of("web:0.7,c:/code:0.2,math:1/10") == {"web": 7, "c:/code": 2, "math": 1}
+    assert weights_of("a:60000,b:60000") == {"a": 1, "b": 1}  # else they repeat too late
+    assert weights_of("a:0.6,b:0.3") == {"a": 2, "b": 1}
     directory = tmp_path / "a:1,b"  # a name, since it is there
     directory.mkdir()
     assert weights_of(str(directory)) == {str(directory): 1}

@@ -23,17 +23,20 @@ from harness import (
     arguments,
     launch,
     make_data,
+    on_ranks,
     plain_gpt,
     python,
     read_metrics,
     refused,
     run_training,
     tiny,
+    values,
 )
 
 import metrics
 import sample
 import train
+from data import loader
 from ranks import World
 
 # -----------------------------------------------------------------------------
@@ -188,10 +191,29 @@ def test_tools_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, ca
     log.step(0, 4.0, 1.0, 1e-3, None, 0.5)
     assert "time 2000.00ms, mfu 10.00%, 192 tok/s" in capsys.readouterr().out
     monkeypatch.setattr(metrics.time, "time", lambda: 11.0)
-    log.step(1, 4.0, 1.0, 1e-3, None, 0.75)
+    log.step(1, 4.0, 1.0, 1e-3, None, 0.25)
     rows = [(row["mfu"], row["time_ms"], row["wall_s"]) for row in read_metrics(tmp_path)]
     assert rows == [pytest.approx((0.1, 2e3, 2)), pytest.approx((0.05, 4e3, 6))]  # in all: 6 s
     assert [row["data_ms"] for row in read_metrics(tmp_path)] == [500, 250]
+
+
+def case_slow_disk(tmp):
+    """Rank 1 waits 5 s for each of its two micro-batches of a step, by its clock."""
+    now = [0.0]
+
+    def clock():
+        now[0] += 5.0 * int(os.environ["RANK"])
+        return now[0]
+
+    with patch.object(loader, "time", SimpleNamespace(perf_counter=clock)):
+        rows = run_training(tmp, "slow", gradient_accumulation_steps=4, max_iters=4, log_interval=2)
+    return [row["data_ms"] for row in rows]
+
+
+def test_tools_data_ms_is_that_of_the_slowest_rank(tmp):
+    """For it all ranks wait. The first row has step 0 and the first micro-batch of step 1."""
+    first, *_ = values(on_ranks(2, {"": (case_slow_disk, dict(tmp=tmp))}), "")
+    assert first == [15_000, 10_000, 10_000]
 
 
 def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,68 @@
+"""
+A masked language model, which must pass the contract as it is: some tokens of a row are hidden, and
+predicted from both sides. So attention is not causal, and forward draws random numbers, in an
+evaluation too. One attribute says that.
+
+Sizes: B sequences of T tokens, C = width, V = vocab_size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+from model import cross_entropy, normal
+
+
+@dataclass
+class ModelConfig:
+    # --- model masked
+    block_size: int = 128
+    vocab_size: int = 50304
+    n_layer: int = 2
+    width: int = 30
+    hidden: float = 0.3  # share of the tokens that are hidden
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        C = config.width
+        self.norm = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.out = nn.Linear(C, C, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+class Model(nn.Module):
+    causal = False
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size + 1, config.width)  # the last one: hidden
+        self.positions = nn.Embedding(config.block_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+
+    def forward(self, idx, targets):
+        hidden = torch.rand(idx.shape, device=idx.device) < self.config.hidden
+        x = self.embedding(idx.where(~hidden, self.config.vocab_size))  # (B, T, C)
+        x = x + self.positions(torch.arange(idx.size(1), device=idx.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))  # (B, T, V)
+        counts = targets != -1
+        total = cross_entropy(logits, idx.where(hidden & counts, -1), reduction="sum")
+        # Not by the number of hidden ones: that may be 0, and is another on each rank.
+        return logits.detach(), total / (self.config.hidden * counts.sum())
+
+    def initial_value(self, name, shape, seed):
+        if "norm" in name:
+            return torch.full(shape, float(name.endswith("weight")))
+        return normal(shape, 0.05, key=(seed, name))
