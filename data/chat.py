@@ -28,11 +28,15 @@ def conversation(row, column, where):
     """The messages of a row, as JSON; "" if it has no turn of the assistant to learn.
     SystemExit if they are no text. where: for the message."""
     names = ("messages", "conversations") if column == "text" else (column,)
-    found = [row[name] for name in names if name in row]
-    if not found:
-        raise SystemExit(
-            f"{where}: no column {' or '.join(names)}; pass --column for one of {', '.join(row)}")
-    messages = [message(one, where) for one in found[0] or []]
+    if row.keys().isdisjoint(names):
+        lists = [name for name, found in row.items() if isinstance(found, list)]
+        remedy = f"pass --column for one of {', '.join(lists)}"
+        if not lists:
+            remedy = 'write rows as {"messages": [...]}'
+        raise SystemExit(f"{where}: no column {' or '.join(names)}; {remedy}")
+    # In a file of both kinds each row has both columns, and null in one.
+    found = next(filter(None, map(row.get, names)), [])
+    messages = [message(one, where) for one in found]
     # A turn that nothing comes before has no prompt.
     if all(one["role"] != "assistant" for one in messages[1:]):
         return ""
@@ -43,7 +47,9 @@ def message(one, where):
     """{role, content} of {role, content} or of ShareGPT's {from, value}."""
     try:
         role = one.get("role") or one["from"]
-        content = one.get("content", one.get("value"))
+        content = one.get("content")
+        if content is None:
+            content = one.get("value")
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
         texts = isinstance(role, str) and isinstance(content, (str, type(None)))

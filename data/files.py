@@ -16,7 +16,6 @@ learns to predict that token, and 0 if not. Without masks it learns all of them.
 
 import glob
 import json
-import math
 import mmap
 import os
 import re
@@ -31,6 +30,9 @@ FORMATS = {
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7),
 }
+# What a file may hold by mistake, the wider first: NumPy makes int64 and float64 unless told.
+OTHERS = ("int64", "float64", "int32", "float32")
+LOOK = 1 << 15  # tokens at a file's start, by which such a type is known
 STATE = "prepare.state"
 RECORD = "prepare.json"
 
@@ -108,16 +110,25 @@ def open_tokens(path):
         raise SystemExit(
             f"{path}: {size} bytes for a header of {offset} and {count} tokens of "
             f"{dtype.itemsize}; it is empty or damaged, prepare it again")
-    tokens = np.memmap(path, dtype, mode="r", offset=offset)
-    if offset == 0 and count % 4 == 0:
-        # NumPy makes int64 unless told: its lowest 16 bits, and then three times 0.
-        parts = tokens.reshape(-1, 4)
-        some = parts[::math.ceil(len(parts) / 1000)]
-        if len(some) > 100 and some[:, 0].any() and not some[:, 1:].any():
+    return np.memmap(path, dtype, mode="r", offset=offset)
+
+
+def require_uint16(tokens, vocab_size):
+    """SystemExit if a file without a header begins with tokens of another type: taken as that
+    type, its bytes are whole numbers below vocab_size."""
+    if tokens.offset == HEADER_BYTES:
+        return
+    head = np.array(tokens[:LOOK])
+    head = head[:len(head) // 4 * 4]
+    for dtype in OTHERS:
+        numbers = head.view(dtype)
+        is_token = (numbers >= 0) & (numbers < vocab_size) & (numbers == np.floor(numbers))
+        # Zeros look the same in all types, and so may data of a short period, such as 1, 0.
+        others = numbers[numbers != 0]
+        if is_token.all() and len(others) >= 100 and len(np.unique(others)) > 1:
             raise SystemExit(
-                f"{path}: it looks like int64, since three of four uint16 are 0; write "
-                "np.array(tokens, np.uint16), or uint32 behind llm.c's header")
-    return tokens
+                f"{tokens.filename}: it looks like {dtype}, and without a header it must be "
+                "uint16; write np.array(tokens, np.uint16), or uint32 behind llm.c's header")
 
 
 def read_ahead(array, first, count):

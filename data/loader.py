@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import open_masks, open_split, read_ahead
+from data.files import open_masks, open_split, read_ahead, require_uint16
 from data.mixture import Mixture, weights_of
 from data.tokenizer import TOKENIZERS
 
@@ -179,8 +179,11 @@ class TokenFiles:
             targets = mask[1:(end - start) * block_size + 1]
             counts.append(np.count_nonzero(targets.reshape(-1, block_size), axis=1))
         self.counts = np.concatenate(counts) if counts else None
+        for tokens in self.files:
+            require_uint16(tokens, vocab_size)
         # Look at 100 windows now: the tokens of another vocabulary nearly always show.
-        self.batch(eval_order(len(self), 100))
+        inputs, _ = self.batch(eval_order(len(self), 100))
+        self.largest = inputs.max().item()
 
     def __len__(self):
         return self.starts[-1]

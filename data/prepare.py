@@ -7,8 +7,9 @@ Turn any text into files of tokens: local files, or data sets of Hugging Face's 
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
     python data/prepare.py my_data chats.jsonl --chat --tokenizer=Qwen/Qwen3-0.6B
 
-In .jsonl, .ndjson, .json, .parquet and .csv files each row is a document. Any other file is one
-document, of text. Documents are streamed through all cores. Each ends with an end-of-text token.
+In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document. Any other file
+is one document, of text. Documents are streamed through all cores. Each ends with an end-of-text
+token. Rows without text are left out, and the last lines say how many.
 
 What fills no shard becomes train.bin and val.bin, as nanoGPT's: uint16, or uint32 behind
 llm.c's header if the vocabulary is above 65,535. More becomes shards with that header,
@@ -67,10 +68,13 @@ KINDS = {
     ".json": "json",
     ".parquet": "parquet",
     ".csv": "csv",
+    ".tsv": "csv",
 }
+HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"  # of a data set there: name, or owner/name
+TEXT = (str, int, float, type(None))  # what a column of text may hold
 SPLITS = ("train", "val")
 # What prepare.state keeps of a Tokens.
-SAVED = ("arguments", "shards", "documents", "place", "checksum", "learned")
+SAVED = ("arguments", "shards", "documents", "empty", "place", "checksum", "learned")
 MANY = 10_000  # tokens: a split of fewer says little
 CHUNK = 1 << 20  # characters that travel to a worker together
 
@@ -79,8 +83,8 @@ CHUNK = 1 << 20  # characters that travel to a worker together
 
 
 def documents(sources, text_of, column, hub, first=0, skip=0):
-    """Yield (place, text) of each document of local files or hub data sets that is not
-    empty. SystemExit if one cannot be read.
+    """Yield (place, text) of each row of local files or hub data sets; the text may be "".
+    SystemExit if one cannot be read.
 
     place: which source, and how many of its rows have been read. text_of: function of a row
     and its place in words. first, skip: the source to begin with, and how many of its rows to
@@ -90,14 +94,13 @@ def documents(sources, text_of, column, hub, first=0, skip=0):
         try:
             for row in rows(source, column, hub, skip):
                 skip += 1
-                text = text_of(row, f"{source}: row {skip}")
-                if text:
-                    yield (number, skip), text
+                yield (number, skip), text_of(row, f"{source}: row {skip}")
         except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
             reason = " ".join(str(e).split())[:300]
-            raise SystemExit(
-                f"{source}: {type(e).__name__}: {reason}; a file must be whole, and UTF-8; "
-                "for a hub data set check the name and the network")
+            remedy = "a file must be whole, and UTF-8"
+            if not os.path.exists(source):
+                remedy = "no such file is here; for a hub data set check its name and the network"
+            raise SystemExit(f"{source}: {type(e).__name__}: {reason}; {remedy}")
         skip = 0
 
 
@@ -106,14 +109,15 @@ def rows(source, column, hub, skip):
     `skip`."""
     kind = os.path.splitext(source)[1].lower()
     is_local = os.path.isfile(source)
-    # What is neither here nor named like a file is a hub data set.
     if os.path.exists(source) and not is_local:
         raise SystemExit(f"{source}: not a file; name the files in it, as {source}/*.txt")
-    if not is_local and (kind in KINDS or kind == ".txt"):
+    # What is neither here nor named like a file is a hub data set.
+    is_file_name = kind in (*KINDS, ".txt") or not re.fullmatch(HUB_NAME, source)
+    if not is_local and is_file_name:
         raise SystemExit(f"{source}: no such file")
     if is_local and kind not in KINDS:
         if skip == 0:
-            with open(source, encoding="utf-8") as f:
+            with open(source, encoding="utf-8-sig") as f:  # without a byte order mark
                 text = f.read()
             yield {"text": text, column: text}  # --column is for the other files
         return
@@ -125,6 +129,10 @@ def rows(source, column, hub, skip):
     if is_local:
         hub = dict(data_files=[glob.escape(source)], split="train")
         source = KINDS[kind]
+        if source == "csv":
+            separator = "\t" if kind == ".tsv" else ","
+            # Unless told, pandas takes more for null than an empty field: "NA", "None", ...
+            hub |= dict(sep=separator, keep_default_na=False, na_values=[""])
     yield from datasets.load_dataset(source, **hub, streaming=True).skip(skip)
 
 
@@ -144,12 +152,29 @@ def fill(template, row, where, learn=None):
 
 
 def value(row, column, where):
+    """A row's text in a column. SystemExit if the column is not there, or holds no text."""
     found = row.get(column, [])
-    if not isinstance(found, (str, int, float, type(None))):
+    if not isinstance(found, TEXT):
+        others = [name for name, one in row.items() if isinstance(one, TEXT)]
+        if others:
+            raise SystemExit(
+                f"{where}: no text in column {column}; pass --column or --template for one of "
+                f"{', '.join(others)}")
         raise SystemExit(
-            f"{where}: no text in column {column}; pass --column or --template for one of "
-            f"{', '.join(row)}")
+            f"{where}: no text in column {column}, nor in another; for chats pass --chat, or "
+            'write each text as a line {"text": "..."} of a .jsonl file')
     return "" if found is None else str(found)
+
+
+def up_to(docs, count):
+    """Yield rows as documents() does, until `count` of them have text."""
+    if count < 1:
+        return
+    for place, text in docs:
+        yield place, text
+        count -= bool(text)
+        if count == 0:
+            return
 
 
 # ---------- tokens ------------------------------------------------------------
@@ -175,7 +200,7 @@ def encode(texts, tokenizer, item, val_fraction, kind="", window=1):
     one, as in Tokens. kind: of a text, "chat" or "learn", or plain."""
     own = encoder(tokenizer)
     parts = bytearray(), bytearray()
-    for text in texts:
+    for text in filter(None, texts):
         digest = hashlib.sha256(text.encode()).digest()
         held_out = int.from_bytes(digest[:8], "little") < val_fraction * 2**64
         if item.names:
@@ -231,12 +256,12 @@ def overlaps(places, spans, length):
 
 
 def tokenize(docs, workers, *how):
-    """Yield (number of documents, place and checksum of the last, their tokens) for each
-    chunk of docs, in order. how: encode's other arguments."""
+    """Yield (number of rows, and of those without text, place and checksum of the last, their
+    tokens) for each chunk of docs, in order. how: encode's other arguments."""
     with ProcessPoolExecutor(workers, initializer=end_as_prepare_ends) as pool:
         def submit(texts, place):
             tokens = pool.submit(encode, texts, *how)
-            return len(texts), place, checksum(texts[-1]), tokens
+            return len(texts), texts.count(""), place, checksum(texts[-1]), tokens
 
         # A generator: a chunk is read and sent to a worker when it is asked for.
         submitted = (submit(texts, place) for texts, place in chunks(docs))
@@ -287,8 +312,9 @@ class Tokens:
         self.waiting = {split: bytearray() for split in SPLITS}
         self.shards = dict.fromkeys(SPLITS, 0)  # how many have been written
         self.documents = 0  # how many have been read
-        self.place = (0, 0)  # of the last of them, as documents() yields it
-        self.checksum = 0  # of the last of them
+        self.empty = 0  # how many rows between them have no text
+        self.place = (0, 0)  # of the last row, as documents() yields it
+        self.checksum = 0  # of its text
         self.learned = 0  # how many tokens are, with a mask
         if (out / STATE).exists():
             self.load()
@@ -316,7 +342,7 @@ class Tokens:
         shards = sum(self.shards.values())
         print(f"{self.out}: going on behind {shards} shards and {self.documents:,} documents")
 
-    def add(self, documents, place, checksum, parts):
+    def add(self, rows, empty, place, checksum, parts):
         """Take what tokenize() yields, and write the shards that are full."""
         both = list(zip(self.waiting.values(), parts))
         full = any(len(tokens) + len(more) >= self.shard_bytes for tokens, more in both)
@@ -324,7 +350,8 @@ class Tokens:
             self.save()  # a start after a kill must know whose the first shard is
         for tokens, more in both:
             tokens.extend(more)
-        self.documents += documents
+        self.documents += rows - empty
+        self.empty += empty
         self.place = place
         self.checksum = checksum
         if self.item.names:
@@ -407,6 +434,9 @@ class Tokens:
             if self.window > 1:
                 count += max(1, self.shards[split])  # see contents()
             counts[split] = count
+        if self.empty:
+            of = "an answer" if "chat" in self.arguments else "text"
+            print(f"{self.out}: rows or files without {of}, left out: {self.empty:,}")
         if self.item.names:
             share = self.learned / sum(counts.values())
             print(f"{self.out}: {share:.1%} of the tokens are learned")
@@ -555,13 +585,16 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, **defaults):
     end_fraction = 0.1
     if args.val_fraction is not None:
         args.hash_fraction = end_fraction = args.val_fraction
-    args.shard_tokens -= args.shard_tokens % max(1, args.window)  # whole windows
-    least = min(args.limit, args.workers, args.shard_tokens, args.window)
-    if not 0 < args.hash_fraction < 1 or least < 1 or args.shard_tokens >= 2**31:
+    if not 0 < args.hash_fraction < 1:
+        raise SystemExit(f"--val_fraction={args.val_fraction} must be above 0 and below 1")
+    for key in ("limit", "shard_tokens", "window", "workers"):
+        if getattr(args, key) < 1:
+            raise SystemExit(f"--{key}={getattr(args, key)} must be at least 1")
+    if not args.window <= args.shard_tokens < 2**31:
         raise SystemExit(
-            "--val_fraction must be between 0 and 1, --limit, --workers, --window and "
-            "--shard_tokens at least 1, --shard_tokens not below --window, and below 2**31, for "
-            "the files' headers")
+            f"--shard_tokens={args.shard_tokens} must be at least --window={args.window}, and "
+            "below 2**31, which is what a file's header can say")
+    args.shard_tokens -= args.shard_tokens % args.window  # whole windows
     check_learned(args)
     own = encoder(args.tokenizer)  # here first: a mistake is then one line, not one a worker
     if args.chat:
@@ -606,7 +639,7 @@ def prepare(args, end_fraction, own, out):
         return
     tokens = Tokens(out, arguments, item, end_fraction)
 
-    docs = islice(documents_left(args, tokens), args.limit - tokens.documents)
+    docs = up_to(documents_left(args, tokens), args.limit - tokens.documents)
     how = (args.tokenizer, item, args.hash_fraction, kind, args.window)
     chunks = tokenize(docs, args.workers, *how)
     from tqdm import tqdm
@@ -642,10 +675,10 @@ def documents_left(args, tokens):
 
     hub = dict(name=args.subset, split=args.split)
     what = (args.source, text_of, args.column, hub)
-    if tokens.documents == 0:
-        return documents(*what)
-    # Read the last one again, to see that it is what it was.
     source, row = tokens.place
+    if row == 0:
+        return documents(*what)
+    # Read the last row again, to see that it is what it was.
     docs = documents(*what, source, row - 1)
     place, text = next(docs, ((), ""))
     if [*place, checksum(text)] != [source, row, tokens.checksum]:

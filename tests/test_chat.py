@@ -11,7 +11,7 @@ import signal
 
 import numpy as np
 import pytest
-from harness import refused
+from harness import refused, shell
 from test_data import (
     files_of,
     gpt2_or_skip,
@@ -23,7 +23,7 @@ from test_data import (
 
 from data import prepare as prepare_py
 from data.chat import conversation, message
-from data.files import open_split
+from data.files import STATE, open_split
 from data.tokenizer import encoder, gpt2_bpe
 
 transformers = pytest.importorskip("transformers")
@@ -66,8 +66,9 @@ THINKS = CHATML.replace(
 FORGETS = CHATML.replace(PROMPT, PROMPT.replace("assistant\n", "assistant\n<think>"))
 
 
-def make(path, template, end="<|im_end|>", metaspace=False, trim=True):
-    """A tokenizer trained on the spot, with a chat template, as a model's directory has it."""
+def make(path, template, end="<|im_end|>", metaspace=False, trim=True, last=""):
+    """A tokenizer trained on the spot, with a chat template, as a model's directory has it.
+    last: a special token that it puts behind each text."""
     kind = tokenizers.pre_tokenizers.Metaspace() if metaspace else \
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     hf = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=metaspace))
@@ -86,7 +87,8 @@ def make(path, template, end="<|im_end|>", metaspace=False, trim=True):
     hf.post_processor = tokenizers.processors.Sequence([
         tokenizers.processors.ByteLevel(trim_offsets=trim),
         tokenizers.processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", hf.token_to_id("<s>"))])])
+            single=f"<s> $A {last}".strip(),
+            special_tokens=[(token, hf.token_to_id(token)) for token in ("<s>", end)])])
     path.mkdir()
     hf.save(str(path / "tokenizer.json"))
     config = dict(eos_token=end, bos_token="<s>", tokenizer_class="PreTrainedTokenizerFast")
@@ -170,11 +172,32 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
     assert conversation({"other": rows[0]["messages"]}, "other", "")
     for nothing in ([], None, [HI], [HELLO, HI]):  # nobody asked for the first turn
         assert conversation({"messages": nothing}, "text", "") == ""
-    assert "row 7: no column" in refused(conversation, {"body": ""}, "text", "row 7")
+    for row, remedy in (({"body": ""}, '{"messages": [...]}'),
+                        ({"id": 1, "talk": [HI]}, "--column for one of talk")):
+        line = refused(conversation, row, "text", "row 7")
+        assert "row 7: no column" in line and line.endswith(remedy)
     odd = [3, {"role": "user", "content": 3}, {"role": "user", "content": [{"type": "image"}]},
            {"from": None, "value": "x"}, {**YES, "tool_calls": [{"name": "f"}]}]
     for one in odd:
         assert "row 7: " in refused(message, one, "row 7")
+
+
+def test_chat_rows_of_a_file_of_several_kinds(tmp_path):
+    """`datasets` gives each row the columns, and each message the keys, that others have."""
+    datasets = pytest.importorskip("datasets")
+    gpts = [{"from": "human", "value": HI["content"]}, {"from": "gpt", "value": HELLO["content"]}]
+    odd = [{"role": "human", "content": HI["content"], "name": "Ann"},
+           {"role": "gpt", "content": HELLO["content"]}]
+    rows = [{"messages": [HI, HELLO]}, {"conversations": gpts}, {"messages": gpts},
+            {"messages": odd}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    found = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
+    for row in found:
+        assert row.keys() == {"messages", "conversations"}
+        messages = json.loads(conversation(row, "text", ""))
+        assert [(one["role"], one["content"]) for one in messages] == [
+            ("user", HI["content"]), ("assistant", HELLO["content"])]
+    assert messages[0]["name"] == "Ann"
 
 
 def test_chat_mistakes_are_one_clear_line(tmp_path):
@@ -200,13 +223,14 @@ def test_chat_mistakes_are_one_clear_line(tmp_path):
         assert p.returncode == 1 and said in p.stderr and p.stderr.count("\n") == 1, p.stderr
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2", "file"])
+@pytest.mark.parametrize("name", ["bytes", "gpt2", "file", "ends"])
 def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeypatch, name):
     """A token that has one of them is learned. The end, if it follows them."""
-    hf = make(tmp_path / "file", CHATML)
+    is_file = name in ("file", "ends")  # which ends a text itself, as Gemma's may
+    hf = make(tmp_path / name, CHATML, last="<|im_end|>" if name == "ends" else "")
     if name == "gpt2":
         gpt2_or_skip(monkeypatch)
-    own = encoder(name if name != "file" else str(tmp_path / "file"))
+    own = encoder(str(tmp_path / name) if is_file else name)
     texts = ["", "caf\u00e9 ", "\U0001f31e\U0001f31e sun", "\n\n", " the sun"]
     for a, b in itertools.product(texts, texts):
         row = dict(q=a, a=b)
@@ -214,12 +238,13 @@ def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeyp
             text = prepare_py.fill(template, row, "")
             with_spans = prepare_py.fill(template, row, "", ["a"])
             tokens, = prepare_py.masked(with_spans, own, ITEM, "learn", 1)
-            assert tokens["token"].tolist() == [*own.encode(text), own.end]
+            ids = [*own.encode(text)]
+            assert tokens["token"].tolist() == ids + (name != "ends") * [own.end]
             assert tokens["learned"][-1] == ends
             chars = [i for i, char in enumerate(text) for _ in char.encode()]  # of each byte
             start = len(template.split("{a}")[0].format(**row))
             at = 0
-            for token, learned in tokens.tolist()[name == "file":-1]:  # without <s>
+            for token, learned in tokens.tolist()[is_file:-1]:  # without <s>
                 mine = chars[at:at + len(piece(name, hf, token))]
                 assert learned == any(start <= i < start + len(b) for i in mine), (text, at)
                 at += len(mine)
@@ -291,6 +316,34 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
     for path in out.glob("*.mask"):
         path.unlink()
     assert ".mask: it is missing" in refused(run_prepare, argv)
+
+
+def test_git_sees_nothing_of_what_prepare_writes(tmp_path):
+    """A clone stays clean, so `git add -A` adds no data: tokens, masks, copies of a tokenizer."""
+    git = shutil.which("git") or pytest.skip("there is no git")
+    clone = copied(tmp_path / "clone")
+    make(tmp_path / "t", CHATML)
+    (tmp_path / "t/special_tokens_map.json").write_text("{}")
+    rows = [{"messages": [{**SUN, "content": f"{i}?"}, YES]} for i in range(9)]
+    chats = write_jsonl(tmp_path / "chats.jsonl", rows)
+
+    def changed():
+        p = shell(git, "status", "--porcelain", cwd=clone)
+        assert p.returncode == 0, p.stderr
+        return p.stdout
+
+    shell(git, "init", cwd=clone)
+    assert changed()
+    shell(git, "add", ".", cwd=clone)
+    shell(git, "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-m", "x", cwd=clone)
+    assert not changed()
+    for name, more in (("chats", {}), ("some/shards", dict(shard_tokens=60))):
+        out = clone / "data" / name
+        p = prepare([chats, "--chat"], out, tokenizer=tmp_path / "t", **more)
+        assert p.returncode == 0, p.stderr
+        (out / STATE).touch()  # what a kill leaves
+        (out / "train.bin.tmp").touch()
+        assert len(list(out.iterdir())) > 11 and not changed()
 
 
 def test_few_windows_are_cut_at_a_window(tmp_path):

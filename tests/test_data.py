@@ -171,6 +171,32 @@ def test_llmc_headers_and_shards(tmp_path, magic, dtype):
     assert "fine_train_001.bin" in line and "prepare it again" in line
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64", "float32", "float64"])
+@pytest.mark.parametrize("vocab_size, given", [(65, 65), (65, 50304), (50304, 50304),
+                                               (128256, 128256)])
+def test_a_file_of_another_type_is_named_and_refused(tmp_path, dtype, vocab_size, given):
+    """Read as uint16 some have only ids of the vocabulary, at least in the windows of a start."""
+    tokens = np.random.default_rng(0).integers(vocab_size, size=5000)
+    tokens[:150] = 0
+    tokens.astype(dtype).tofile(tmp_path / "train.bin")
+    line = refused(TokenFiles, tmp_path, "train", 16, given)
+    assert f"it looks like {dtype.removeprefix('u')}" in line and "np.uint16" in line
+    (tmp_path / "train.bin").write_bytes(b"\0" * 999 + b"\1")
+    TokenFiles(tmp_path, "train", 16, given)
+
+
+@pytest.mark.parametrize("tokens", [
+    np.zeros(5000), np.arange(5000) % 2, 1 - np.arange(5000) % 2, np.arange(5000) % 3,
+    np.arange(5000) < 1, np.where(np.arange(5000) < 4000, 0, np.arange(5000) % 2 * 5),
+    np.random.default_rng(0).integers(2, size=5000),
+    np.random.default_rng(0).integers(5, size=5000) ** 5 * (np.arange(5000) % 5 == 0)])
+def test_odd_data_of_uint16_is_taken(tmp_path, tokens):
+    """Of zeros, with a zero as every second token, of few different ones."""
+    tokens.astype(np.uint16).tofile(tmp_path / "train.bin")
+    for vocab_size in (1025, 50304):
+        assert len(TokenFiles(tmp_path, "train", 16, vocab_size)) == 312
+
+
 def write_tokens(path, count):
     np.arange(count, dtype=np.uint16).tofile(path)
 
@@ -326,6 +352,14 @@ def test_prepare_splits_by_text_in_any_format_order_and_number_of_workers(tmp_pa
         assert 0 < len(limited) < len(part) and part[:len(limited)] == limited
 
 
+def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
+    """By SHA-256, not by Python's hash, which each process seeds anew."""
+    how = ("bytes", np.dtype(np.uint16), 0.3)
+    _, val = prepare_py.encode([f"document {i}" for i in range(20)], *how)
+    numbers = [int(text.split()[1]) for text in split_documents(np.frombuffer(val, np.uint16))]
+    assert numbers == [5, 6, 9, 11, 12, 14]
+
+
 @pytest.mark.parametrize("n, options", [
     (1, {}), (2, dict(val_fraction=0.5)), (100, {}),
     (100, dict(val_fraction=0.05))])  # the hash holds out five: some, but fewer than 10,000 tokens
@@ -363,6 +397,34 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
     train, val = prepared([path], tmp_path / "o", command=["data/alpaca/prepare.py"])
     text = b"### Instruction:\nSay\nit\n### Response:\nwhat"
     assert split_documents(train + val) == [text] * 2
+
+
+def test_prepare_takes_files_as_other_programs_write_them(tmp_path):
+    """A byte order mark and CRLF; an empty field is null, and "NA" is text; rows without text
+    are counted."""
+    pytest.importorskip("datasets")
+
+    def found(name, content, **options):
+        (tmp_path / name).write_bytes(content.encode())
+        shutil.rmtree(tmp_path / "o", ignore_errors=True)
+        p = prepare([tmp_path / name], tmp_path / "o", **options)
+        assert p.returncode == 0, p.stderr
+        left_out = [line for line in p.stdout.splitlines() if "left out" in line]
+        parts = [tokens_of(tmp_path / f"o/{split}.bin") for split in ("train", "val")]
+        return split_documents(np.concatenate(parts)), left_out
+
+    assert found("a.txt", "\ufeffone\r\ntwo\rthree\n") == ([b"one\ntwo\nthree\n"], [])
+    table = "\ufefftext,n\r\nNA,1\r\n\"None, \"\"a\"\"\r\nb\",\r\n,2\r\n"
+    docs = [b"NA", b'None, "a"\r\nb']
+    for name, content in (("a.csv", table), ("a.tsv", table.replace(",", "\t"))):
+        expected = [doc.replace(b",", b"\t" if name == "a.tsv" else b",") for doc in docs]
+        rows, left_out = found(name, content)
+        assert rows == expected and len(left_out) == 1 and "left out: 1" in left_out[0]
+    lines = ['{"text": "a"}', '{"body": "no text"}', '{"text": ""}', '{"text": "b\\r\\n"}',
+             '{"text": null}']
+    for limit, count in ((9, 3), (2, 2)):
+        rows, left_out = found("a.jsonl", "\ufeff" + "\r\n".join(lines), limit=limit)
+        assert rows == [b"a", b"b\r\n"] and f"left out: {count}" in left_out[0]
 
 
 BESIDE = os.path.abspath(os.path.join(HERE, "..", "shared"))  # has what needs a network
@@ -417,7 +479,8 @@ def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
     read = []
     docs = (read.append(letter) or (letter, letter * (1 << 20)) for letter in "abcdefgh")
     found = []
-    for count, place, _, parts in prepare_py.tokenize(docs, 1, "bytes", np.dtype(np.uint16), 0.5):
+    how = ("bytes", np.dtype(np.uint16), 0.5)
+    for count, _, place, _, parts in prepare_py.tokenize(docs, 1, *how):
         tokens = [np.frombuffer(part, np.uint16) for part in parts]
         found.append((count, place, split_documents(np.concatenate(tokens))))
         assert len(read) < len(found) + 5  # for one worker 4 wait
@@ -463,7 +526,7 @@ def test_prepare_writes_shards_as_llmc_does(tmp_path, monkeypatch, dtype):
     tokens = prepare_py.Tokens(tmp_path, arguments, dtype, 0.1)
     for first, count in ((0, 1), (1, 2), (3, 6), (9, 3)):  # 3 shards
         parts = [np.arange(100, 100 + count), np.arange(first, first + count)]
-        tokens.add(count, (0, first), 0, [part.astype(dtype).tobytes() for part in parts])
+        tokens.add(count, 0, (0, first), 0, [part.astype(dtype).tobytes() for part in parts])
         assert len(list(tmp_path.glob("*_val_*"))) == (first + count) // 4  # as soon as it is full
     tokens.finish({})
     magic = {2: (20240520, 1), 4: (20240801, 7)}[dtype.itemsize]
@@ -484,6 +547,26 @@ def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path):
                   for split in ("train", "val"))
     assert len(val) == round(0.1 * (2**20 + 1)) and set(val[:-1]) == {97} and val[-1] == 256
     assert [len(doc) for doc in split_documents(train)] == [2 * 2**20 - len(val) + 1, 2**20]
+
+
+def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_too(tmp_path):
+    """After a power cut a file is whole or not there, and one that was written stays."""
+    seen = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        seen.append((os.path.basename(path), None if os.path.isdir(path) else open(path).read()))
+        fsync(fd)
+
+    def renamed(source, target):
+        seen.append((source.name, target.name))
+        replace(source, target)
+
+    with patch.object(os, "fsync", synced), patch.object(os, "replace", renamed):
+        prepare_py.write_files(tmp_path, {"a": [b"x", b"y"], "b": [b"z"]})
+    assert seen == [("a.tmp", "xy"), ("b.tmp", "z"), ("a.tmp", "a"), ("b.tmp", "b"),
+                    (tmp_path.name, None)]
 
 
 def run_prepare(argv, renames=0, pids=None):
@@ -524,20 +607,24 @@ def test_prepare_leaves_files_that_a_power_cut_does_not_take(tmp_path):
         assert is_safe(tmp_path) and os.listdir(tmp_path) and renamed == ["a.bin", STATE]
 
 
-def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch):
+def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch,
+                                                                       capfd):
     """Whichever file it has just written. Its workers end too."""
     pytest.importorskip("datasets")
     monkeypatch.setattr(prepare_py, "CHUNK", 5000)
     monkeypatch.setattr(prepare_py, "MANY", 1)
     rng = random.Random(0)
-    texts = ["".join(rng.choices("abc \n", k=6000)) for _ in range(6)]
+    texts = ["".join(rng.choices("abc \n", k=6000)) for _ in range(7)]
     rows = [{"text": text} for text in (texts[0], "", *texts[1:4], "", texts[4])]
     a, b, whole, out = (tmp_path / name for name in ("a.jsonl", "b.txt", "whole", "out"))
     write_jsonl(a, rows)
     b.write_text(texts[5])
-    argv = ["x", str(a), str(b), "--tokenizer=bytes", "--shard_tokens=4000", "--val_fraction=0.3",
-            "--workers=1", f"--out={out}"]
+    c = tmp_path / "c.txt"
+    c.write_text(texts[6])  # the seventh document: six are asked for
+    argv = ["x", str(a), str(b), str(c), "--tokenizer=bytes", "--shard_tokens=4000",
+            "--val_fraction=0.3", "--workers=1", "--limit=6", f"--out={out}"]
     run_prepare([*argv, f"--out={whole}"])
+    assert json.loads((whole / RECORD).read_text())["documents"] == 6
     expected = files_of(whole)
     assert len(expected) == 12  # ten shards, meta.json and prepare.json
 
@@ -567,10 +654,12 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
         p = multiprocessing.get_context("fork").Process(target=run_prepare, args=told)
         p.start()
         p.join(60)
+        said = capfd.readouterr().out
         if p.exitcode == 0:
             break
         assert p.exitcode == -signal.SIGKILL
         shards_are_as_expected()
+    assert "left out: 2\n" in said  # those before the kills too
     assert files_of(out) == expected and renames > 4
     end = time.time() + 20
     while any(map(is_running, workers.read_text().split())) and time.time() < end:

@@ -63,7 +63,7 @@ train.py
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again
   --dataset=ODD/list; --dataset=ODD/text; --dataset=ODD/zero | again
   --dataset=ODD/beyond; --dataset=ODD/names | tokenizer
-  --dataset=ODD/wide | np.uint16
+  --dataset=ODD/wide; --dataset=ODD/wider; --dataset=ODD/real | np.uint16
   --dataset=ODD/short; --block_size=100000 | lower it
   --freeze=nothing; --freeze=. | names look like transformer.
   --freeze=( | regular expression
@@ -121,13 +121,17 @@ extras/huggingface.py
   ODD/nothing ODD/nothing | no checkpoint
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/empty.txt --out=ODD/new; ODD/empty.jsonl --out=ODD/new | more text
-  ODD/empty.jsonl ODD/body.jsonl; ODD/list.jsonl | --column
+  ODD/empty.jsonl ODD/body.jsonl; --column=a ODD/body.jsonl | --template for one of body
+  ODD/list.jsonl; ODD/nested.json; --column=data ODD/nested.json | --chat, or write each text
   ODD/bad.txt; ODD/bad.csv | UTF-8
-  ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt | no such file
+  ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt; ODD/none; ./none | no such file
   ODD/folder | folder/*.txt
-  some/dataset | network
-  ODD/a.txt --limit=0; ODD/a.txt --val_fraction=1; ODD/a.txt --shard_tokens=3000000000 | at least 1
-  ODD/a.txt --limit=x; ODD/a.txt --bogus | argument
+  some/dataset | no such file is here; for a hub data set check its name and the network
+  ODD/a.txt --limit=0; ODD/a.txt --workers=0; ODD/a.txt --shard_tokens=0 | at least 1
+  ODD/a.txt --window=0 | at least 1
+  ODD/a.txt --val_fraction=0; ODD/a.txt --val_fraction=1 | above 0 and below 1
+  ODD/a.txt --shard_tokens=3000000000; ODD/a.txt --shard_tokens=8 --window=9 | below 2**31
+  ODD/a.txt --limit=x; ODD/a.txt --window=1.5; ODD/a.txt --bogus | argument
   ODD/a.txt --out=ODD/a.txt; ODD/a.txt --out=/proc/x | --out
   ODD/a.txt --tokenizer=ODD/tokenizer.json | tokenizers
   ODD/a.txt --tokenizer=ODD/none.json | local directory
@@ -144,10 +148,13 @@ FILES = {  # in latin-1
     "truth.py": "compile = 1", "exits.py": "exit()", "a.txt": "x", "empty.txt": "",
     "empty.jsonl": "", "bad.txt": "abc \xff", "bad.csv": "text\n\xff\n", "tokenizer.json": "{}",
     "body.jsonl": '{"body": "x"}\n', "list.jsonl": '{"text": ["a"]}\n',
+    "nested.json": '{"data": [{"text": "a"}]}',
     # in copies of the toy data
     "list/meta.json": "[1]", "text/meta.json": '{"vocab_size": "67"}',
     "zero/meta.json": '{"vocab_size": 0}', "names/meta.json": '{"tokenizer": "byte"}',
-    "wide/train.bin": "\x05\0\0\0\0\0\0\0" * 199,  # int64
+    "wide/train.bin": "\5\0\0\0\6\0\0\0" * 99,  # int32
+    "wider/train.bin": "\5\0\0\0\0\0\0\0\6\0\0\0\0\0\0\0" * 99,  # int64
+    "real/train.bin": "\0\0\x80\x3f\0\0\0\x40" * 99,  # float32
     "empty/train.bin": "", "half/train.bin": "\0" * 101, "short/train.bin": "\0" * 32,
     "beyond/train.bin": "\x43\0" * 99}  # tokens of 67
 

@@ -145,6 +145,8 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     said = capsys.readouterr().out
     assert re.findall(r"^iter (\d+): loss \d\.\d{4}, time \d+\.\d\dms, ", said, re.M) == ["0", "2"]
     assert "epoch = 14 steps" in said  # 337 windows, 24 a step
+    assert "toy: 5,400 tokens of train and 600 of val" in said
+    assert "ids up to 66, vocab_size=67" in said
     assert "480 parameters are frozen" in said  # 16 positions of 30
     evaluated, first = read_metrics(os.path.join(tmp, "metrics"))[:2]
     train_loss, val_loss = evaluated["train_loss"], evaluated["val_loss"]
