@@ -7,11 +7,12 @@ Which tokens are learned: chats and --learn of data/prepare.py, and the masks th
 import itertools
 import json
 import multiprocessing
+import shutil
 import signal
 
 import numpy as np
 import pytest
-from harness import refused, shell
+from harness import copied, refused, shell
 from test_data import (
     files_of,
     gpt2_or_skip,
