@@ -260,9 +260,9 @@ def open_sharded(path):
             raise
         # Do not pass it over: the run would go on from an older one, and replace this one.
         raise SystemExit(
-            f"{path} is not damaged, but torch {theirs} has written it, and torch "
-            f"{torch.__version__} cannot read it ({type(e).__name__}: {first_line(e)}); resume "
-            "with that torch, or pass another out_dir")
+            f"{path}: torch {theirs} has written it, and torch {torch.__version__} cannot read "
+            f"its .metadata, whose checksum is right ({type(e).__name__}: {first_line(e)}); "
+            "resume with that torch, or pass another out_dir")
     shapes = {key: tuple(entry.size) for key, entry in entries.items()}
 
     def get(key):
@@ -280,6 +280,8 @@ def read_sharded(path, tensors, group=None):
 
 
 class Writer(dcp.FileSystemWriter):
+    """PyTorch's, which on a full disk says what the system has said."""
+
     def write_data(self, *args):
         try:
             return super().write_data(*args)

@@ -501,7 +501,8 @@ def write_files(out, files):
 def writing(out):
     """A directory to write in. If nothing was written it is removed again."""
     is_new = not out.exists()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as since the imports
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        # Until here Ctrl-C has ended the process. Now it is the KeyboardInterrupt below.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -578,6 +578,8 @@ def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
     run_training(tmp, again, max_iters=13, **run)
     assert read_ckpt(again)["iter_num"] == 8 and read_ckpt(again, "last.pt")["iter_num"] == 13
     assert read_ckpt(again, "step-000000012.pt")["iter_num"] == 12
+    os.rename(again, f"{again}-moved")
+    assert read_ckpt(f"{again}-moved")["iter_num"] == 8
     assert found(f"{out}/step-000000008.pt").header["iter_num"] == 8
 
 
@@ -723,8 +725,8 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
     assert checkpoint.complete_steps(out) == ["step-000000001", "step-000000002"]
 
 
-def case_not_finite(tmp, out, **overrides):
-    """A save when a rank's rows have an infinite number."""
+def case_not_finite(tmp, out, number, **overrides):
+    """A save when a rank's rows have such a number."""
     run = built(tmp, keep_checkpoints=1, **overrides)
     steps(run)
     saver = claimed(run, out)
@@ -732,15 +734,16 @@ def case_not_finite(tmp, out, **overrides):
     rows = run.optimizer.state[run.model.transformer.wte.weight]["exp_avg"]
     rows = rows.to_local() if isinstance(rows, DTensor) else rows
     if run.world.rank == 1 or run.cfg.strategy == "ddp":  # where all ranks have the same
-        rows[-1, -1] = torch.inf
+        rows[-1, -1] = number
     line = refused(save, saver, run, 2)
     return line, checkpoint.find(out, run.world).header["iter_num"]
 
 
-@pytest.mark.parametrize("strategy, kind", [("ddp", "full"), ("full_shard", "sharded")])
-def test_checkpoint_that_is_not_finite_is_never_saved(tmp, tmp_path, strategy, kind):
+@pytest.mark.parametrize("strategy, kind, number", [
+    ("ddp", "full", math.inf), ("full_shard", "sharded", -math.inf)])
+def test_checkpoint_that_is_not_finite_is_never_saved(tmp, tmp_path, strategy, kind, number):
     """Whoever has it, no rank saves."""
-    kwargs = dict(tmp=tmp, out=str(tmp_path), strategy=strategy, checkpoint=kind)
+    kwargs = dict(tmp=tmp, out=str(tmp_path), number=number, strategy=strategy, checkpoint=kind)
     for line, kept in values(on_ranks(2, {"save": (case_not_finite, kwargs)}), "save"):
         assert "exp_avg.transformer.wte.weight" in line and "step 2" in line
         assert "learning_rate" in line and kept == 1

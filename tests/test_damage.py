@@ -9,6 +9,7 @@ test_data.py has the same for meta.pkl, and faults.py damages files between two 
 import os
 import pickle
 import random
+import re
 import shutil
 import zlib
 from fractions import Fraction
@@ -290,7 +291,7 @@ def test_damage_is_not_what_it_is_called_if_this_torch_cannot_read_it(out, versi
     rewrite(out / NEW, of_the_future, torch=version)
     line = refused(checkpoint.find, str(out), World())
     assert str(out / NEW) in line and said in line and f"torch {torch.__version__} " in line
-    assert "is not damaged" in line and "another out_dir" in line and "remove" not in line
+    assert "another out_dir" in line and not re.search("damaged|remove|delete|move it", line)
 
 
 # -----------------------------------------------------------------------------

@@ -154,6 +154,14 @@ def test_lora_initial_values_are_a_linear_layers_and_zero():
         of_torch = torch.nn.Linear(shape[1], shape[0]).weight
         assert value.abs().max().item() == pytest.approx(of_torch.abs().max().item(), rel=0.01)
         assert not lora.initial_value(None, "x.lora_B", shape, 1).any()
+        assert not torch.equal(lora.initial_value(None, "y.lora_A", shape, 1), value)
+
+
+def test_lora_base_is_found_from_another_directory(tmp, base, monkeypatch):
+    monkeypatch.chdir(tmp)
+    cfg = load_config(arguments(tmp, "x", init_from="lora-base", **KEYS))
+    _, source, _ = train.start(resolve(cfg, World()), World())
+    assert source.header["base"] == base
 
 
 def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, capsys):
@@ -239,7 +247,9 @@ def test_lora_merged_weights_keep_what_bf16_would_round_away():
     adapters = {"model.x.lora_A": torch.ones(1, 3), "model.x.lora_B": torch.full((2, 1), 0.001)}
     header = dict(model_args=dict(lora_alpha=2.0, lora_rank=1))
     source = checkpoint.Source("adapters", header, adapters, adapters.__getitem__, base=base)
-    assert torch.equal(huggingface.merged(source).get("model.x.weight"), torch.full((2, 3), 1.002))
+    merged = huggingface.merged(source)
+    assert torch.equal(merged.get("model.x.weight"), torch.full((2, 3), 1.002))
+    assert merged.header == header  # the data, and so the tokenizer, are the adapters' run's
 
 
 def test_lora_mistakes_are_one_line(tmp, base):

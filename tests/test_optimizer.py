@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from configurator import resolve
-from optimizer import learning_rate_at, make_adamw
+from optimizer import allocate_state, learning_rate_at, make_adamw
 from ranks import World
 
 
@@ -67,6 +67,17 @@ def test_optimizer_schedule_of_the_learning_rate(tmp):
     assert [learning_rate_at(step, steep) for step in (1, 2, 3)] == [2e-3 / 3, 1e-4, 1e-4]
     constant = tiny(tmp, learning_rate=1e-3, decay_lr=False)
     assert [learning_rate_at(step, constant) for step in (0, 11, 1000)] == [1e-3] * 3
+
+
+def test_optimizer_state_is_there_for_a_checkpoint_to_fill_and_all_else_as_it_was(tmp):
+    gpt = plain_gpt()
+    optimizer = make_adamw(gpt.parameters(), tiny(tmp, learning_rate=0.3))
+    before = [p.detach().clone() for p in gpt.parameters()]
+    allocate_state(optimizer)
+    assert len(optimizer.state) == len(before)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
+    for p, whole in zip(gpt.parameters(), before):
+        assert p.grad is None and torch.equal(p, whole)
 
 
 # -----------------------------------------------------------------------------

@@ -41,10 +41,13 @@ from configurator import resolve
 
 
 def case_from_rank0():
-    """What an action of rank 0 returns, how often it ran here, and what its SystemExit says."""
+    """What an action of rank 0 returns, how often it ran here, and what its SystemExits say."""
     world, calls = ranks.setup("cpu", "auto"), []
     value = ranks.from_rank0(world, lambda: calls.append(1) or {"n": 3})
-    return value, len(calls), refused(ranks.from_rank0, world, lambda: sys.exit("no disk"))
+    with pytest.raises(SystemExit) as e:
+        ranks.from_rank0(world, lambda: sys.exit(3))
+    said = refused(ranks.from_rank0, world, lambda: sys.exit("no disk"))
+    return value, len(calls), said, e.value.code
 
 
 def case_signal_to_one_rank():
@@ -95,7 +98,7 @@ def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):
     results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {}),
                            "connect": (case_connect, {}), "time": (case_timeouts, dict(tmp=tmp))})
     assert values(results, "time") == [[ranks.TIMEOUT.total_seconds()] * 2] * 2
-    assert values(results, "rank0") == [[{"n": 3}, 1, "no disk"], [{"n": 3}, 0, "no disk"]]
+    assert values(results, "rank0") == [[{"n": 3}, n, "no disk", 3] for n in (1, 0)]
     assert values(results, "stop") == [[False, False, False, True]] * 2  # seen a step later
     three = ["all_gather", "reduce_scatter", "all_reduce"]
     four = [*three, "gather"]

@@ -245,7 +245,7 @@ def started(tmp, *flags, init_from="resume", sizes=SIZES, **config):
     return cfg
 
 
-def test_start_from_another_run_takes_its_weights_alone(tmp):
+def test_start_from_another_run_takes_its_weights_alone(tmp, capsys):
     """Not its step, its best loss, its moments or its loss scale."""
     run_training(tmp, "another", max_iters=2, eval_interval=2)
     saved = read_ckpt(os.path.join(tmp, "another"))
@@ -259,6 +259,7 @@ def test_start_from_another_run_takes_its_weights_alone(tmp):
     assert source.header["scaler"] is None
     wrapped, optimizer = train.build(train.meta_model(cfg), cfg, World(), source)
     assert not optimizer.state  # it comes in the first step
+    assert "lacks" not in capsys.readouterr().out  # nor was it wanted
     for name, p in wrapped.named_parameters():
         assert torch.equal(p, saved["model"][name]), name
 
