@@ -16,6 +16,7 @@ from harness import (
     HERE,
     built,
     on_ranks,
+    plain_gpt,
     plain_model,
     python,
     read_ckpt,
@@ -27,6 +28,7 @@ from harness import (
 import metrics
 import sample
 import train
+from configurator import load_config, resolve
 from data.loader import Batches
 from ranks import World
 
@@ -224,6 +226,24 @@ def test_contract_holds_for_a_hybrid(tmp, models):
     for name, (world, _) in contract.MODES.items():
         if world == 2:
             contract.test_contract_modes(tmp, "hybrid", name)
+
+
+def test_weights_of_ones_own_module_become_a_checkpoint(tmp, models, monkeypatch):
+    """By the lines in docs/migration.md."""
+    with open(os.path.join(HERE, "docs", "migration.md")) as f:
+        code = re.search(r"^```python\n(.*?)^```", f.read(), re.M | re.S)[1]
+    monkeypatch.chdir(models)
+    shutil.copy(os.path.join(HERE, "model.py"), "mine.py")
+    sizes = dict(re.findall(r"(\w+)=(\d+)", re.search(r"ModelConfig\((.*)\)", code)[1]))
+    theirs = plain_gpt(bias=False, **{key: int(n) for key, n in sizes.items()})
+    torch.save(theirs.state_dict(), "pytorch_model.bin")
+    exec(compile(code, "docs/migration.md", "exec"), {})
+
+    flags = ("--init_from=out-mine", f"--dataset={tmp}/toy", "--device=cpu", "--compile=False")
+    cfg, source, resumed = train.start(resolve(load_config(flags), World()), World())
+    assert cfg.model == "mine" and not resumed
+    ours, _ = train.build(train.meta_model(cfg), cfg, World(), source)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
 LAST_TOKEN = ("idx, targets)", "idx, targets=None)", "        counts =",

@@ -9,6 +9,7 @@ test_llama.py.
 
 import ctypes
 import errno
+import glob as glob_module
 import hashlib
 import itertools
 import json
@@ -33,7 +34,7 @@ from harness import HERE, children, flags, power_cut, refused, script, tiny
 
 from data import loader
 from data import prepare as prepare_py
-from data.files import RECORD, STATE, header
+from data.files import RECORD, STATE, header, shard_name
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
 from data.tokenizer import gpt2_bpe, tokenizer
@@ -231,6 +232,25 @@ def test_shards_are_those_of_one_whole_data_set(tmp_path):
         os.remove(tmp_path / other)
     (tmp_path / STATE).touch()
     assert "start it again" in refused(first_tokens)
+
+
+def test_shards_follow_each_other_by_name_in_whatever_order_the_disk_has_them(
+        tmp_path, monkeypatch):
+    for number in (1, 2, 10):
+        tokens = np.full(33, number, np.uint16)
+        tokens.tofile(tmp_path / shard_name("x", "train", number))
+    listed = sorted(os.listdir(tmp_path))
+    for names in itertools.permutations(listed):
+        monkeypatch.setattr(glob_module, "glob", lambda *_, names=names, **__: [*names])
+        files = TokenFiles(tmp_path, "train", 16, 99)
+        assert files.batch(range(6))[0][:, 0].tolist() == [1, 1, 2, 2, 10, 10]
+
+
+def test_an_evaluations_windows_are_evenly_spread():
+    """To the end of the split, also where their number does not divide it."""
+    assert loader.eval_order(10, 4).tolist() == [0, 2, 5, 7]
+    assert loader.eval_order(7, 5).tolist() == [0, 1, 2, 4, 5]
+    assert loader.eval_order(3, 5).tolist() == [0, 1, 2]
 
 
 def test_meta_pkl_is_nanogpts_and_runs_no_code(tmp_path):

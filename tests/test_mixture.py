@@ -156,6 +156,9 @@ def test_weights_and_vocabularies(sets, tmp_path):
         with open(f"{other}/meta.json", "w") as f:
             json.dump(meta, f)
         assert f"{path}/s0" in refused(loader.Batches, cfg, World())
+    with open(f"{other}/meta.json", "w") as f:  # as many characters, of which two change places
+        json.dump({"vocab_size": 67, "chars": [CHARS[1], CHARS[0], *CHARS[2:]]}, f)
+    assert f"{path}/s0" in refused(loader.Batches, cfg, World())
     shutil.copy(f"{path}/s0/meta.json", f"{other}/meta.json")
     loader.Batches(cfg, World())
     with open(f"{other}/tokenizer.json", "w") as f:  # another one of the same size
