@@ -99,7 +99,7 @@ def documents(sources, text_of, column, hub, first=0, skip=0):
             reason = " ".join(str(e).split())[:300]
             remedy = "a file must be whole, and UTF-8"
             if not os.path.exists(source):
-                remedy = "no such file is here; for a hub data set check its name and the network"
+                remedy = "it is no file here; for a hub data set check its name and the network"
             raise SystemExit(f"{source}: {type(e).__name__}: {reason}; {remedy}")
         skip = 0
 

@@ -7,6 +7,8 @@ Which tokens are learned: chats and --learn of data/prepare.py, and the masks th
 import itertools
 import json
 import multiprocessing
+import os
+import re
 import shutil
 import signal
 
@@ -24,7 +26,7 @@ from test_data import (
 
 from data import prepare as prepare_py
 from data.chat import conversation, message
-from data.files import STATE, open_split
+from data.files import STATE, open_masks, open_split
 from data.tokenizer import encoder, gpt2_bpe
 
 transformers = pytest.importorskip("transformers")
@@ -91,7 +93,11 @@ def make(path, template, end="<|im_end|>", metaspace=False, trim=True, last=""):
             single=f"<s> $A {last}".strip(),
             special_tokens=[(token, hf.token_to_id(token)) for token in ("<s>", end)])])
     path.mkdir()
+    hf.enable_truncation(9)  # some files ask for both
+    hf.enable_padding(length=9)
     hf.save(str(path / "tokenizer.json"))
+    hf.no_truncation()
+    hf.no_padding()
     config = dict(eos_token=end, bos_token="<s>", tokenizer_class="PreTrainedTokenizerFast")
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "chat_template.jinja").write_text(template)
@@ -170,6 +176,8 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
         messages = json.loads(conversation(row, "text", ""))
         found.append([(one["role"], one["content"]) for one in messages])
     assert found[0] == found[1] == [(m["role"], m["content"]) for m in ALL[1:]]
+    both = {"role": None, "content": None, "from": "gpt", "value": "x"}  # of a file with both
+    assert message(both, "")["content"] == "x"
     assert conversation({"other": rows[0]["messages"]}, "other", "")
     for nothing in ([], None, [HI], [HELLO, HI]):  # nobody asked for the first turn
         assert conversation({"messages": nothing}, "text", "") == ""
@@ -267,13 +275,14 @@ def documents_of(directory, split, window):
     assert list(map(len, tokens)) == list(map(len, masks))
     more = int(window > 1)  # for the last window's last target
     assert not any(mask[len(mask) - more:].any() for mask in masks)
-    assert len(open_split(directory, split)) == len(paths)  # prepare.json counts as many
+    files = open_split(directory, split)  # prepare.json counts as many
+    assert [mask.tolist() for mask in open_masks(files)] == [mask.tolist() for mask in masks]
     return [np.concatenate([part[:len(part) - more] for part in both]) for both in (tokens, masks)]
 
 
 @pytest.mark.parametrize("window", [1, 32])
 def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_path, monkeypatch,
-                                                                          window):
+                                                                          capfd, window):
     monkeypatch.setattr(prepare_py, "CHUNK", 500)
     monkeypatch.setattr(prepare_py, "MANY", 1)
     rows = [{"q": f"what is {i}?" * (1 + i % 3), "a": "xyz" * i} for i in range(60)]
@@ -282,6 +291,7 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
     argv = ["x", path, "--tokenizer=bytes", "--template=Q: {q} A: {a}", "--learn=a",
             "--shard_tokens=1500", "--val_fraction=0.3", "--workers=1", f"--window={window}"]
     run_prepare([*argv, f"--out={tmp_path}/whole"])
+    share = re.search(r"\S+% of the tokens are learned", capfd.readouterr().out)[0]
     expected = files_of(tmp_path / "whole")
     assert json.loads(expected["meta.json"]).get("window", 1) == window
 
@@ -307,11 +317,12 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
         p = multiprocessing.get_context("fork").Process(target=run_prepare, args=told)
         p.start()
         p.join(60)
+        said = capfd.readouterr().out
         if p.exitcode == 0:
             break
         assert p.exitcode == -signal.SIGKILL
         assert "learn" in refused(run_prepare, [*argv[:-1], "--learn=q", argv[-1]])
-    assert files_of(out) == expected and renames > 4
+    assert files_of(out) == expected and renames > 4 and share in said
 
     run_prepare(argv)  # it is done, and says so
     for path in out.glob("*.mask"):
@@ -355,3 +366,13 @@ def test_few_windows_are_cut_at_a_window(tmp_path):
     (train, ours), (val, theirs) = (documents_of(tmp_path / "o", s, 32) for s in ("train", "val"))
     assert (len(train), len(val)) == (608, 96)
     assert np.concatenate([ours, theirs]).tolist() == [0] + [1] * 699 + [0] * 4
+
+    os.remove(tmp_path / "o/train.mask")
+    os.remove(tmp_path / "o/val.mask")
+    for split in ("train", "val"):  # padding would be learned
+        assert "it is missing" in refused(open_masks, open_split(tmp_path / "o", split))
+    shutil.rmtree(tmp_path / "o")
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o/train.mask").touch()  # of tokens that were there
+    p = prepare([tmp_path / "a.txt"], tmp_path / "o")
+    assert p.returncode == 1 and "train.mask" in p.stderr

@@ -182,14 +182,18 @@ def test_a_file_of_another_type_is_named_and_refused(tmp_path, dtype, vocab_size
     tokens.astype(dtype).tofile(tmp_path / "train.bin")
     line = refused(TokenFiles, tmp_path, "train", 16, given)
     assert f"it looks like {dtype.removeprefix('u')}" in line and "np.uint16" in line
-    (tmp_path / "train.bin").write_bytes(b"\0" * 999 + b"\1")
-    TokenFiles(tmp_path, "train", 16, given)
+    head = np.zeros(256, np.int32)
+    head[:3] = 20240801, 7, len(tokens)
+    with open(tmp_path / "train.bin", "wb") as f:
+        f.write(head.tobytes() + tokens.astype(np.uint32).tobytes())
+    assert len(TokenFiles(tmp_path, "train", 16, given)) == 312
 
 
 @pytest.mark.parametrize("tokens", [
     np.zeros(5000), np.arange(5000) % 2, 1 - np.arange(5000) % 2, np.arange(5000) % 3,
     np.arange(5000) < 1, np.where(np.arange(5000) < 4000, 0, np.arange(5000) % 2 * 5),
     np.random.default_rng(0).integers(2, size=5000),
+    np.where(np.arange(5000) % 100, 0, np.arange(5000) // 5),
     np.random.default_rng(0).integers(5, size=5000) ** 5 * (np.arange(5000) % 5 == 0)])
 def test_odd_data_of_uint16_is_taken(tmp_path, tokens):
     """Of zeros, with a zero as every second token, of few different ones."""
@@ -436,8 +440,8 @@ def test_prepare_takes_files_as_other_programs_write_them(tmp_path):
     assert found("a.txt", "\ufeffone\r\ntwo\rthree\n") == ([b"one\ntwo\nthree\n"], [])
     table = "\ufefftext,n\r\nNA,1\r\n\"None, \"\"a\"\"\r\nb\",\r\n,2\r\n"
     docs = [b"NA", b'None, "a"\r\nb']
-    for name, content in (("a.csv", table), ("a.tsv", table.replace(",", "\t"))):
-        expected = [doc.replace(b",", b"\t" if name == "a.tsv" else b",") for doc in docs]
+    for name, content in (("a.csv", table), ("A.TSV", table.replace(",", "\t"))):
+        expected = [doc.replace(b",", b"\t" if name == "A.TSV" else b",") for doc in docs]
         rows, left_out = found(name, content)
         assert rows == expected and len(left_out) == 1 and "left out: 1" in left_out[0]
     lines = ['{"text": "a"}', '{"body": "no text"}', '{"text": ""}', '{"text": "b\\r\\n"}',
@@ -507,7 +511,7 @@ def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
     assert found == [(1, letter, [letter.encode() * (1 << 20)]) for letter in "abcdefgh"]
 
 
-def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path):
+def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path, monkeypatch):
     text, bad, out = tmp_path / "a.txt", tmp_path / "bad.txt", tmp_path / "o"
     text.write_text("some text")
     bad.write_bytes(b"\xff")
@@ -517,6 +521,13 @@ def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path):
     assert prepare([text], out).returncode == 0  # with the same arguments it is done already
     stdlib = script("data/python_stdlib/prepare.py", f"--out={out}")
     others = [stdlib, prepare([text], out, val_fraction=0.2)]
+    (tmp_path / "there").mkdir()
+    for directory in (tmp_path, tmp_path / "there"):  # a.txt there is another file
+        monkeypatch.chdir(directory)
+        (directory / "a.txt").touch()
+        os.utime(directory / "a.txt", (1e9, 1e9))
+        others.append(prepare(["a.txt"], out))
+    assert others.pop(-2).returncode == 0
     os.utime(text, (2e9, 2e9))
     others.append(prepare([text], out))
     for p in others:
@@ -662,6 +673,7 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
         assert not list(out.glob("*.tmp")) and shards_are_as_expected() > 1
 
     assert "limit" in refused(run_prepare, [*argv, "--limit=99"])
+    assert "window" in refused(run_prepare, [*argv, "--window=8"])  # not among the first's
     write_jsonl(a, [{"text": "one more"}, *rows])
     assert f"{a}: " in refused(run_prepare, argv)
     write_jsonl(a, rows)

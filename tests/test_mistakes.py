@@ -126,7 +126,7 @@ data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/bad.txt; ODD/bad.csv | UTF-8
   ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt; ODD/none; ./none | no such file
   ODD/folder | folder/*.txt
-  some/dataset | no such file is here; for a hub data set check its name and the network
+  some/dataset | it is no file here; for a hub data set check its name and the network
   ODD/a.txt --limit=0; ODD/a.txt --workers=0; ODD/a.txt --shard_tokens=0 | at least 1
   ODD/a.txt --window=0 | at least 1
   ODD/a.txt --val_fraction=0; ODD/a.txt --val_fraction=1 | above 0 and below 1
