@@ -36,6 +36,7 @@ from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config
 from extras import plan
 from extras.muon import divide
 from extras.planning import timing
+from extras.planning.picture import relative
 from extras.planning.rehearse import KINDS, Event, power_of_two, rehearse
 from ranks import World
 
@@ -533,6 +534,23 @@ def test_plan_events_fold_blocks_that_do_the_same(capsys):
         "ddp", "shard_grad_op", "full_shard"]
     out = "\n".join(lines)
     assert "buckets of 25 MiB" in out and out.count("nothing is gathered") == 2
+
+
+@pytest.mark.parametrize("unit, where, place", [
+    ("block 5", "backward, block 6", (-1, "")), ("block 7.mlp", "forward, block 7", (0, ".mlp")),
+    ("block 7.attn", "forward, block 7", (0, ".attn")), ("block 12.mlp", "forward", "block 12.mlp"),
+    ("root", "backward, block 0", "root")])
+def test_plan_blocks_do_the_same_with_the_same_part_of_them(unit, where, place):
+    """By this --events folds: a block that gathers its mlp does not what gathers its attn."""
+    assert relative(unit, where) == place
+
+
+def test_plan_ddps_gradients_are_one_event_a_block(capsys):
+    """Though they are reduced one by one."""
+    lines = command(capsys, *TINY, "--events=all", "--world_size=2", "--strategy=ddp",
+                    "--gradient_accumulation_steps=2")
+    found = re.findall(r"all-reduce +(root|block \d)", "\n".join(lines))
+    assert found == ["root", "block 2", "block 1", "block 0", "root"]
 
 
 def test_plan_sends_as_much_in_each_micro_batch():
