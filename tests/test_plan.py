@@ -806,6 +806,7 @@ def test_plan_plot_shows_which_unit_is_whole_when(tmp_path, monkeypatch):
         idle = sum(b - a for a, b in row["step"].waits if a >= begin)
         end = max(x1 for _, x1 in compute)
         assert end - sum(x1 - x0 for x0, x1 in compute) == pytest.approx(1e3 * idle, abs=1e-6)
+        assert min(x0 for x0, _, _ in sent) >= 0  # what came before is not drawn
         assert len({color for _, _, color in sent}) == (1 if row["strategy"] == "ddp" else 2)
     gather_of_block_1 = zero3[2][1][0]  # in backward
     assert any(x0 <= gather_of_block_1 < x1 for x0, x1 in compute)
