@@ -37,7 +37,7 @@ from extras import plan
 from extras.muon import divide
 from extras.planning import timing
 from extras.planning.picture import relative
-from extras.planning.rehearse import KINDS, Event, power_of_two, rehearse
+from extras.planning.rehearse import KINDS, Event, Ledger, power_of_two, rehearse
 from ranks import World
 
 GIB = 2**30
@@ -282,6 +282,13 @@ def test_plan_pinned_host_memory_is_powers_of_two():
     one = "--strategy=single", "--activation_offload=True", "--activation_checkpointing=full"
     x = 4 * 96 * 384 * 4  # 589,824 bytes, pinned as 2^20; autocast keeps it fp32
     assert row(1, *sizes, *one, "--compile=False")["host"] == 2 * 2**20 > 2 * x
+
+
+@pytest.mark.parametrize("t", [torch.empty(4).expand(1000, 4), torch.empty(1000)[:4]])
+def test_plan_a_view_moves_no_more_than_there_is(t):
+    """An expanded tensor is smaller than it looks, and a slice than its storage."""
+    [(_, size)] = Ledger(pins_host_memory=False).sizes([t])
+    assert size == 16
 
 
 @pytest.mark.parametrize("size, pinned", [
