@@ -360,7 +360,9 @@ def test_plan_recipes_say_their_peak_and_time(name):
     micro_batches = cfg.gradient_accumulation_steps // int(said[1])
     step = timing.run(one["program"], cluster, micro_batches)
     seconds = re.search(r"^# With --gpu=H100 it plans ([\d.]+) s a step", open(path).read(), re.M)
-    assert f"{step.seconds:.3f}" == seconds[1]
+    # At the end of backward torch 2.13 waits for the root's reduction before it reduces an
+    # embedding that is a unit, as llama3_8b's; 2.15 waits once, for both. So 2.13 takes 0.3 ms more.
+    assert step.seconds == pytest.approx(float(seconds[1]), abs=0.001)
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
@@ -729,8 +731,8 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     assert "4 units and the root; transformer.h.0 has 1,811.96M parameters" in p.stdout
     assert fits == dict(single=False, ddp=False, shard_grad_op=False, full_shard=True,
                         hybrid_shard=True)
-    assert ("planned with gradient_accumulation_steps=2048, a multiple of 1024: 2 x batch_size 1 x "
-            "2,048 tokens a GPU and step") in p.stdout
+    assert ("planned with gradient_accumulation_steps=2048 instead of 1536, a multiple of 1024: "
+            "2 x batch_size 1 x 2,048 tokens a GPU and step") in p.stdout
 
 
 def drawn(monkeypatch, *argv):
