@@ -21,7 +21,6 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from torch.utils.benchmark import Timer
 
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
@@ -116,6 +115,9 @@ def take_turns(runs):
 
 def matmul_rate(device, dtype):
     """FLOP/s of a large matrix product: what this machine reaches in practice."""
+    # Its import logs a line where there is an nvcc and no GPU: a mistake should be one line.
+    from torch.utils.benchmark import Timer
+
     n = 2048 if device.type == "cpu" else 8192
     matrix = torch.randn(n, n, device=device, dtype=dtype)
     timer = Timer(

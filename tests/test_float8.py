@@ -132,7 +132,8 @@ def test_float8_is_refused_where_it_cannot_be(monkeypatch):
 
 @needs_torchao
 def test_float8_plan_gathers_less_and_leaves_ddp_out():
-    machine = SimpleNamespace(strategy=None, gpus_per_node=8, gpu_memory=2**36, host_memory=2**40)
+    machine = SimpleNamespace(strategy=None, gpus_per_node=8, gpu_memory=2**36, host_memory=2**40,
+                              attention="flash2", cluster=None)
     argv = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--vocab_size=256"]
     rows = []
     for dtype in ("float8", "bfloat16"):

@@ -36,7 +36,8 @@ from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config
 from extras import plan
 from extras.muon import divide
 from extras.planning import timing
-from extras.planning.rehearse import KINDS, Event, power_of_two, rehearse
+from extras.planning.picture import relative
+from extras.planning.rehearse import KINDS, Event, Ledger, power_of_two, rehearse
 from ranks import World
 
 GIB = 2**30
@@ -283,6 +284,13 @@ def test_plan_pinned_host_memory_is_powers_of_two():
     assert row(1, *sizes, *one, "--compile=False")["host"] == 2 * 2**20 > 2 * x
 
 
+@pytest.mark.parametrize("t", [torch.empty(4).expand(1000, 4), torch.empty(1000)[:4]])
+def test_plan_a_view_moves_no_more_than_there_is(t):
+    """An expanded tensor is smaller than it looks, and a slice than its storage."""
+    [(_, size)] = Ledger(pins_host_memory=False).sizes([t])
+    assert size == 16
+
+
 @pytest.mark.parametrize("size, pinned", [
     (1, 1), (3, 4), (4, 4), (2**20, 2**20), (2**20 + 1, 2**21)])
 def test_plan_pinned_size_that_is_a_power_of_two_stays(size, pinned):
@@ -352,7 +360,9 @@ def test_plan_recipes_say_their_peak_and_time(name):
     micro_batches = cfg.gradient_accumulation_steps // int(said[1])
     step = timing.run(one["program"], cluster, micro_batches)
     seconds = re.search(r"^# With --gpu=H100 it plans ([\d.]+) s a step", open(path).read(), re.M)
-    assert f"{step.seconds:.3f}" == seconds[1]
+    # At the end of backward torch 2.13 waits for the root's reduction before it reduces an
+    # embedding that is a unit, as llama3_8b's; 2.15 waits once, for both, and saves 0.3 ms.
+    assert step.seconds == pytest.approx(float(seconds[1]), abs=0.001)
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
@@ -535,6 +545,23 @@ def test_plan_events_fold_blocks_that_do_the_same(capsys):
     assert "buckets of 25 MiB" in out and out.count("nothing is gathered") == 2
 
 
+@pytest.mark.parametrize("unit, where, place", [
+    ("block 5", "backward, block 6", (-1, "")), ("block 7.mlp", "forward, block 7", (0, ".mlp")),
+    ("block 7.attn", "forward, block 7", (0, ".attn")), ("block 12.mlp", "forward", "block 12.mlp"),
+    ("root", "backward, block 0", "root")])
+def test_plan_blocks_do_the_same_with_the_same_part_of_them(unit, where, place):
+    """By this --events folds: a block that gathers its mlp does not what gathers its attn."""
+    assert relative(unit, where) == place
+
+
+def test_plan_ddps_gradients_are_one_event_a_block(capsys):
+    """Though they are reduced one by one."""
+    lines = command(capsys, *TINY, "--events=all", "--world_size=2", "--strategy=ddp",
+                    "--gradient_accumulation_steps=2")
+    found = re.findall(r"all-reduce +(root|block \d)", "\n".join(lines))
+    assert found == ["root", "block 2", "block 1", "block 0", "root"]
+
+
 def test_plan_sends_as_much_in_each_micro_batch():
     keys = *TINY, "--strategy=full_shard"
     one, seven = (row(2, *keys, f"--gradient_accumulation_steps={n}")["sent"] for n in (2, 14))
@@ -704,8 +731,8 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     assert "4 units and the root; transformer.h.0 has 1,811.96M parameters" in p.stdout
     assert fits == dict(single=False, ddp=False, shard_grad_op=False, full_shard=True,
                         hybrid_shard=True)
-    assert ("planned with gradient_accumulation_steps=2048, a multiple of 1024: 2 x batch_size 1 x "
-            "2,048 tokens a GPU and step") in p.stdout
+    assert ("planned with gradient_accumulation_steps=2048 instead of 1536, a multiple of 1024: "
+            "2 x batch_size 1 x 2,048 tokens a GPU and step") in p.stdout
 
 
 def drawn(monkeypatch, *argv):
@@ -788,6 +815,7 @@ def test_plan_plot_shows_which_unit_is_whole_when(tmp_path, monkeypatch):
         idle = sum(b - a for a, b in row["step"].waits if a >= begin)
         end = max(x1 for _, x1 in compute)
         assert end - sum(x1 - x0 for x0, x1 in compute) == pytest.approx(1e3 * idle, abs=1e-6)
+        assert min(x0 for x0, _, _ in sent) >= 0  # what came before is not drawn
         assert len({color for _, _, color in sent}) == (1 if row["strategy"] == "ddp" else 2)
     gather_of_block_1 = zero3[2][1][0]  # in backward
     assert any(x0 <= gather_of_block_1 < x1 for x0, x1 in compute)

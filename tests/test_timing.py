@@ -415,6 +415,22 @@ def test_timing_measured_sets_what_the_config_gives(capsys):
     assert float(row_of(lines)["tok/s"].replace(",", "")) == pytest.approx(50_000, abs=5)
 
 
+def test_timing_measured_is_of_the_configs_own_strategy(capsys, tmp_path):
+    """Not of the last in the table."""
+    (tmp_path / "ddp.py").write_text("strategy = 'ddp'")
+    keys = [flag for flag in TIMED if "strategy" not in flag]
+    lines = command(capsys, str(tmp_path / "ddp.py"), *keys, "--measured=50000")
+    assert float(row_of(lines, "ddp")["tok/s"].replace(",", "")) == pytest.approx(50_000, abs=5)
+    assert float(row_of(lines)["tok/s"].replace(",", "")) > 50_050
+
+
+def test_timing_network_is_in_gigabits():
+    """An H100's line has 400 Gb/s, which are 50 GB/s."""
+    for flags in ([], ["--network=400"]):
+        machine, _ = plan.parse(["--gpu=H100", *flags])
+        assert machine.cluster.network == 50e9
+
+
 def test_timing_compiled_is_faster_and_slow_attention_slower(capsys):
     rates = {}
     for more in ("--compile=False", "--compile=True", "--attention=triton",
