@@ -158,6 +158,7 @@ def test_tools_log_line_and_metrics(tmp, capsys):
             "save_s", "save_stood_s", "wall_s"} == first.keys()
     assert first["lr"] == TINY["learning_rate"]
     assert 0 < first["data_ms"] < first["time_ms"] and first["peak_reserved"] is None
+    assert first["peak_memory"] > 2**26  # bytes: PyTorch alone is more than 64 MiB
 
 
 def plain_flops(frozen=0, unreached=0):

@@ -425,6 +425,13 @@ def test_log_time_is_a_steps_without_evaluation_and_saves(tmp, monkeypatch, caps
     assert left == ["7.0", "4.0", "1.0", "0.0"]
 
 
+def test_log_says_how_long_a_step_has_waited_for_its_batches(tmp, tmp_path):
+    log = metrics.Log(tiny(tmp), World(), str(tmp_path), "id", 0)
+    for step, waited in ((3, 8.0), (5, 9.0)):  # seconds in all steps until then
+        log.step(step, 1.0, 1.0, 1e-3, None, waited)
+    assert [row["data_ms"] for row in read_metrics(tmp_path)] == [2000.0, 500.0]
+
+
 def test_log_on_a_full_disk_is_said_and_the_run_goes_on(tmp, monkeypatch, capsys):
     """Rows wait in the file's buffer until there is room."""
     real = open
