@@ -342,16 +342,16 @@ def check_units(model):
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            hooks += watch(module, name or "the root")
+            hooks += watch_unit(module, name or "the root")
     try:
         yield
-        compare("the end of check_units")  # another rank may run forward once more
+        compare_ranks("the end of check_units")  # another rank may run forward once more
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def compare(event, is_mistake=False):
+def compare_ranks(event, is_mistake=False):
     """ValueError on all ranks if their events differ, or are a mistake (collective)."""
     events = [None] * dist.get_world_size()
     dist.all_gather_object(events, event)
@@ -361,12 +361,12 @@ def compare(event, is_mistake=False):
         raise ValueError(event)
 
 
-def watch(unit, name):
+def watch_unit(unit, name):
     """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
     given = []
 
     def before_gather(unit, args):
-        compare(f"forward of {name}")
+        compare_ranks(f"forward of {name}")
 
     def before_forward(unit, args, kwargs):
         given[:] = [*inside(args), *inside(kwargs)]  # FSDP2 has just made these copies
@@ -374,19 +374,19 @@ def watch(unit, name):
     def after_forward(unit, args, kwargs, output):
         left = [*inside(args), *inside(kwargs)]
         if list(map(id, left)) != list(map(id, given)):
-            compare(
+            compare_ranks(
                 f"{name} changed a list or dict that it was given. That is FSDP2's copy, so "
                 "the caller won't see it: return what is new, and let the caller put it there",
                 is_mistake=True)
-        compare(f"end of forward of {name}")
+        compare_ranks(f"end of forward of {name}")
         tensors = [t for t in inside(output) if isinstance(t, torch.Tensor)]
         tensors = [t for t in tensors if t.requires_grad]
         torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
 
     def before_backward(grad):
-        compare(f"backward of {name}")
+        compare_ranks(f"backward of {name}")
         # When backward ends, FSDP2 reduces what is left.
-        at_end = partial(compare, "end of backward")
+        at_end = partial(compare_ranks, "end of backward")
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     return [

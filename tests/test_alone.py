@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -411,6 +412,11 @@ def test_alone_allocate_keeps_values_and_ties():
     fsdp.allocate(model, "cpu")
     assert model.prompt is model.head.bias and not model.head.weight.is_meta
     assert torch.equal(model.layers[0].norm.running_var, state["layers.0.norm.running_var"])
+    moved = []
+    with patch.object(torch.Tensor, "to", lambda t, device: moved.append([id(t), device]) or t):
+        fsdp.allocate(model, "cuda")  # which need not be there
+    everything = (*model.parameters(), *model.buffers())
+    assert moved == [[id(t), "cuda"] for t in everything]
 
 
 def test_alone_inference_leaves_each_module_in_its_mode():
@@ -419,6 +425,9 @@ def test_alone_inference_leaves_each_module_in_its_mode():
     modes = [module.training for module in model.modules()]
     with fsdp.inference(model):
         assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(KeyboardInterrupt), fsdp.inference(model):
+        raise KeyboardInterrupt
     assert [module.training for module in model.modules()] == modes
 
 

@@ -113,6 +113,18 @@ def case_different_units():
             return x
 
     rank = dist.get_rank()
+    # It says nothing of units in units, recomputed, prefetched, in host memory; two forwards
+    # before a backward.
+    model = Net(Block)
+    fsdp.checkpoint_activations(model.blocks, "full")
+    units = [m for block in model.blocks for m in (block.inner, block)]
+    sharded(model, units, cpu_offload=0.5, prefetch_units=1)
+    with fsdp.check_units(model):
+        for _ in range(2):
+            loss = square(model, inputs(rank)) + square(model, inputs(rank))
+            loss.backward()
+        with fsdp.inference(model):
+            model(inputs(rank))
     for skipped, said in (
             (rank, "['forward of blocks.1', 'forward of blocks.0']"),
             ([None, 2][rank], "['forward of blocks.2', 'end of forward of the root'")):
@@ -188,6 +200,24 @@ def case_another_head():
         with says("['backward of heads.0', 'backward of heads.1']", ValueError):
             with fsdp.check_units(model):
                 model(inputs(rank), rank).backward()
+
+    class Two(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y.tanh()
+
+    class OneOrBoth(Net):
+        def forward(self, x):
+            first, second = self.blocks[0](x)
+            answer = self.head(second)
+            return answer + first if rank == 0 else answer
+
+    # It says nothing if one of a unit's outputs gets a gradient.
+    model = OneOrBoth(lambda: Two(8, 8))
+    del model.blocks[1:]
+    sharded(model)
+    with fsdp.check_units(model):
+        backward(model)
 
     # The error that check_units prevents, and the two remedies.
     plain = Heads()
@@ -832,7 +862,7 @@ def found():
     for i, (name, case) in enumerate(ROWS.items()):
         if has_transformers or not needs_transformers(name):
             cases[str(i)] = (case, {})
-    return on_ranks(2, cases)
+    return on_ranks(2, cases, timeout=200)
 
 
 @pytest.mark.parametrize("i, name", list(enumerate(ROWS)))
