@@ -283,9 +283,19 @@ def case_containers():
             nested[0]["k"] = x
             return super().forward(x)
 
+    class Renames(nn.Linear):
+        def forward(self, x, named):
+            named["other"] = named.pop("one")
+            return super().forward(x)
+
     class Assigns(nn.Linear):
         def forward(self, x, found):
             found.last = x
+            return super().forward(x)
+
+    class Writes(nn.Linear):
+        def forward(self, x, *, keyword):
+            keyword.append(x)
             return super().forward(x)
 
     class Calls(nn.Module):
@@ -296,13 +306,15 @@ def case_containers():
 
         def forward(self, x):
             given = copy.deepcopy(self.given)
-            y = self.unit(x, given)
-            return y, given
+            if isinstance(self.unit, Writes):
+                return self.unit(x, keyword=given), given
+            return self.unit(x, given), given
 
     x = inputs(0)
     one = torch.ones(())
     for unit, given in ((Appends, []), (Pops, [one, one]), (Sets, ({},)), (Sets, ({"k": None},)),
-                        (Sets, [{"k": one}]), (Assigns, Found())):
+                        (Sets, [{"k": one}]), (Renames, {"one": one}), (Assigns, Found()),
+                        (Writes, [])):
         model = Calls(unit, given)
         sharded(model, [model.unit])
         for is_training in (True, False):
