@@ -23,8 +23,8 @@ with. It imports only torch (2.13 or later), so you can copy it into your own pr
         optimizer.zero_grad()
     with inference(model):
         logits = model(x)  # on every rank, since it gathers
-    # All ranks call it. Rank 0 gets tensors, the others None. (named_parameters() has no
-    # buffers, and a tied parameter under one of its names only.)
+    # All ranks call it. Rank 0 gets tensors, the others None. (named_parameters() has
+    # no buffers, and a tied parameter under one of its names only.)
     state = {name: gather_full(t) for name, t in model.state_dict().items()}
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
@@ -202,7 +202,7 @@ def refuse_meta_buffers(model):
 
 
 def refuse_rounded_parameters(model):
-    """ValueError if what trains is not in fp32: its rows and moments would not be either."""
+    """ValueError if what trains is not in fp32: nor would its rows and moments be."""
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype != torch.float32:
             raise ValueError(
@@ -240,9 +240,11 @@ def replicate(model, reduce_dtype: torch.dtype = torch.float32):
 
 def find_units(model, blocks, min_params: int = 0):
     """The units, inner before outer: what several blocks share, an embedding larger than a
-    block (in the root it would be gathered for the whole step), and the blocks. With
-    min_params, by FSDP1's size-based policy: any module with at least so many parameters that
-    are in no unit yet. Tied parameters stay in the root: PyTorch refuses them in two units."""
+    block (in the root it would be gathered for the whole step), and the blocks.
+
+    With min_params, by FSDP1's size-based policy: any module with at least so many
+    parameters that are in no unit yet. Tied parameters stay in the root, since PyTorch
+    refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
     if not min_params:
         blocks = list(dict.fromkeys(blocks))  # a block that is used again may be listed again
@@ -336,37 +338,38 @@ def prefetch(model, units, n):
 
 @contextmanager
 def check_units(model):
-    """Inside, the ranks compare what each does next: which unit's forward or backward. If they
-    differ, all raise a ValueError; also if a unit changes a list or dict that it is given,
-    since FSDP2 gives it a copy. Each comparison waits for all ranks: use it for a few steps."""
+    """Inside, the ranks compare what each does next: which unit's forward or backward. If
+    they differ, all raise a ValueError. So they do if a unit changes a list or dict that it
+    is given, since FSDP2 gives it a copy. Each comparison waits for all ranks, so use it for
+    a few steps."""
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            hooks += watch(module, name or "the root")
+            hooks += watch_unit(module, name or "the root")
     try:
         yield
-        compare("the end of check_units")  # another rank may run forward once more
+        compare_ranks("the end of check_units")  # another rank may run forward once more
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def compare(event, is_mistake=False):
+def compare_ranks(event, is_mistake=False):
     """ValueError on all ranks if their events differ, or are a mistake (collective)."""
     events = [None] * dist.get_world_size()
     dist.all_gather_object(events, event)
     if len(set(events)) > 1:
-        raise ValueError(f"ranks 0, 1, ... do different things at the same time: {events}")
+        raise ValueError(f"ranks 0, 1, ... are not at the same place: {events}")
     if is_mistake:
         raise ValueError(event)
 
 
-def watch(unit, name):
+def watch_unit(unit, name):
     """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
     given = []
 
     def before_gather(unit, args):
-        compare(f"forward of {name}")
+        compare_ranks(f"forward of {name}")
 
     def before_forward(unit, args, kwargs):
         given[:] = [*inside(args), *inside(kwargs)]  # FSDP2 has just made these copies
@@ -374,19 +377,19 @@ def watch(unit, name):
     def after_forward(unit, args, kwargs, output):
         left = [*inside(args), *inside(kwargs)]
         if list(map(id, left)) != list(map(id, given)):
-            compare(
-                f"{name} changed a list or dict that it was given. That is FSDP2's copy, so "
-                "the caller won't see it: return what is new, and let the caller put it there",
+            compare_ranks(
+                f"{name} changed a list or dict that it was given. That is FSDP2's copy, "
+                "so its caller does not see it: return what is new instead",
                 is_mistake=True)
-        compare(f"end of forward of {name}")
+        compare_ranks(f"end of forward of {name}")
         tensors = [t for t in inside(output) if isinstance(t, torch.Tensor)]
         tensors = [t for t in tensors if t.requires_grad]
         torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
 
     def before_backward(grad):
-        compare(f"backward of {name}")
+        compare_ranks(f"backward of {name}")
         # When backward ends, FSDP2 reduces what is left.
-        at_end = partial(compare, "end of backward")
+        at_end = partial(compare_ranks, "end of backward")
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     return [
@@ -438,8 +441,8 @@ def checkpointed(block, forward, options, *args, **kwargs):
     output = checkpoint(forward, *args, **options, **kwargs)
     if [buffer._version for buffer in block.buffers()] != versions:
         raise ValueError(
-            f"forward of a {type(block).__name__} changes its buffers. Backward would run it "
-            "again and change them twice: leave this block out of checkpoint_activations")
+            f"forward of a {type(block).__name__} changes its buffers. Backward would run "
+            "it again: leave this block out of checkpoint_activations")
     return output
 
 

@@ -273,10 +273,11 @@ def case_file_in_bf16():
     layer = nn.Linear(12, 5)
     fsdp.shard(layer, [], fsdp.make_mesh("cpu"))
     plain = torch.zeros(5, 12)
+    in_bf16 = torch.zeros(5, 12, dtype=torch.bfloat16)
     whole = torch.arange(60.0).view(5, 12)
     first = int(os.environ["RANK"]) * 3  # rows 0 to 2, and 3 to 4
     found = []
-    for t in (layer.weight, plain):
+    for t in (layer.weight, plain, in_bf16):
         given = whole.bfloat16() if first == 0 else None
         fsdp.broadcast_full(t, given)
         own = t.to_local() if t is layer.weight else t
@@ -338,7 +339,10 @@ def case_misuse():
         fsdp.make_mesh("cpu", 3)
     model = Net(lambda: nn.Linear(12, 12))
     fsdp.shard(model, model.layers, fsdp.make_mesh("cpu"))
-    return dict(said=str(e.value), norm=fsdp.clip_grad_norm(model, 1.0).item())
+    with fsdp.autocast(model, "cpu", torch.bfloat16):
+        is_autocast = torch.is_autocast_enabled("cpu")
+    norm = fsdp.clip_grad_norm(model, 1.0).item()
+    return dict(said=str(e.value), norm=norm, is_autocast=is_autocast)
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +355,7 @@ def found():
 
 
 def test_alone_a_file_in_bf16_fills_parameters_in_fp32_on_every_rank(found):
-    assert values(found, "bf16") == 2 * [[0, 0]]
+    assert values(found, "bf16") == 2 * [[0, 0, 0]]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -387,6 +391,7 @@ def test_alone_misuse_is_said(found):
     for misuse in values(found, "misuse"):
         assert "groups of 3" in misuse["said"]
         assert misuse["norm"] == 0  # before any backward
+        assert not misuse["is_autocast"]  # FSDP2 casts by itself
 
 
 @pytest.mark.parametrize("name", [
@@ -412,6 +417,11 @@ def test_alone_allocate_keeps_values_and_ties():
     fsdp.allocate(model, "cpu")
     assert model.prompt is model.head.bias and not model.head.weight.is_meta
     assert torch.equal(model.layers[0].norm.running_var, state["layers.0.norm.running_var"])
+    moved = []
+    with patch.object(torch.Tensor, "to", lambda t, device: moved.append([id(t), device]) or t):
+        fsdp.allocate(model, "cuda")  # which need not be there
+    everything = (*model.parameters(), *model.buffers())
+    assert moved == [[id(t), "cuda"] for t in everything]
 
 
 def test_alone_inference_leaves_each_module_in_its_mode():
@@ -426,6 +436,18 @@ def test_alone_inference_leaves_each_module_in_its_mode():
         sys.exit()  # what fails inside leaves nothing behind either
     assert [module.training for module in model.modules()] == modes
     reshard.assert_called_once_with(model)
+
+
+@pytest.mark.parametrize("dtype, is_on", [(torch.bfloat16, True), (torch.float32, False)])
+def test_alone_autocast_is_for_whole_models_in_less_than_fp32(dtype, is_on):
+    with fsdp.autocast(Net(), "cpu", dtype):
+        assert torch.is_autocast_enabled("cpu") == is_on
+
+
+def test_alone_a_number_is_written_whole():
+    t = torch.zeros(())
+    fsdp.write_full(t, torch.tensor(3.0))
+    assert t == 3
 
 
 def test_alone_what_is_gathered_is_a_copy():

@@ -113,6 +113,18 @@ def case_different_units():
             return x
 
     rank = dist.get_rank()
+    # It says nothing of units in units, recomputed, prefetched, in host memory; two forwards
+    # before a backward.
+    model = Net(Block)
+    fsdp.checkpoint_activations(model.blocks, "full")
+    units = [m for block in model.blocks for m in (block.inner, block)]
+    sharded(model, units, cpu_offload=0.5, prefetch_units=1)
+    with fsdp.check_units(model):
+        for _ in range(2):
+            loss = square(model, inputs(rank)) + square(model, inputs(rank))
+            loss.backward()
+        with fsdp.inference(model):
+            model(inputs(rank))
     for skipped, said in (
             (rank, "['forward of blocks.1', 'forward of blocks.0']"),
             ([None, 2][rank], "['forward of blocks.2', 'end of forward of the root'")):
@@ -189,6 +201,24 @@ def case_another_head():
             with fsdp.check_units(model):
                 model(inputs(rank), rank).backward()
 
+    class Two(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y.tanh()
+
+    class OneOrBoth(Net):
+        def forward(self, x):
+            first, second = self.blocks[0](x)
+            answer = self.head(second)
+            return answer + first if rank == 0 else answer
+
+    # It says nothing if one of a unit's outputs gets a gradient.
+    model = OneOrBoth(lambda: Two(8, 8))
+    del model.blocks[1:]
+    sharded(model)
+    with fsdp.check_units(model):
+        backward(model)
+
     # The error that check_units prevents, and the two remedies.
     plain = Heads()
     mean(plain)
@@ -253,9 +283,19 @@ def case_containers():
             nested[0]["k"] = x
             return super().forward(x)
 
+    class Renames(nn.Linear):
+        def forward(self, x, named):
+            named["other"] = named.pop("one")
+            return super().forward(x)
+
     class Assigns(nn.Linear):
         def forward(self, x, found):
             found.last = x
+            return super().forward(x)
+
+    class Writes(nn.Linear):
+        def forward(self, x, *, keyword):
+            keyword.append(x)
             return super().forward(x)
 
     class Calls(nn.Module):
@@ -266,13 +306,15 @@ def case_containers():
 
         def forward(self, x):
             given = copy.deepcopy(self.given)
-            y = self.unit(x, given)
-            return y, given
+            if isinstance(self.unit, Writes):
+                return self.unit(x, keyword=given), given
+            return self.unit(x, given), given
 
     x = inputs(0)
     one = torch.ones(())
     for unit, given in ((Appends, []), (Pops, [one, one]), (Sets, ({},)), (Sets, ({"k": None},)),
-                        (Sets, [{"k": one}]), (Assigns, Found())):
+                        (Sets, [{"k": one}]), (Renames, {"one": one}), (Assigns, Found()),
+                        (Writes, [])):
         model = Calls(unit, given)
         sharded(model, [model.unit])
         for is_training in (True, False):
@@ -832,7 +874,7 @@ def found():
     for i, (name, case) in enumerate(ROWS.items()):
         if has_transformers or not needs_transformers(name):
             cases[str(i)] = (case, {})
-    return on_ranks(2, cases)
+    return on_ranks(2, cases, timeout=200)
 
 
 @pytest.mark.parametrize("i, name", list(enumerate(ROWS)))

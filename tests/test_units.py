@@ -7,12 +7,14 @@ ranks make of them is in test_fsdp.py.
 
 import os
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import HERE, plain_gpt
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
@@ -86,6 +88,23 @@ def test_units_are_shared_by_neighbours():
         assert mesh["replicate"].mesh.tolist() == [1, 3, 5, 7]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fraction, expected", [(0, []), (0.5, [1]), (1, [0, 1, 2, "root"])])
+def test_units_in_host_memory_and_the_root_if_all_are(fraction, expected):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    units = [*model]
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as calls:
+            fsdp.shard(model, units, fsdp.make_mesh("cpu"), cpu_offload=fraction)
+    finally:
+        dist.destroy_process_group()
+    offloaded = []
+    for name, call in zip([0, 1, 2, "root"], calls.call_args_list):
+        if isinstance(call.kwargs["offload_policy"], CPUOffloadPolicy):
+            offloaded.append(name)
+    assert offloaded == expected
 
 
 @pytest.mark.parametrize("name, per_block", [
