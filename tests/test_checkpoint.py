@@ -153,6 +153,14 @@ def test_checkpoint_resume_is_bitwise(tmp, world, kind):
     assert kinds == {"model", "step", "exp_avg", "exp_avg_sq"}
 
 
+def test_checkpoint_best_is_that_of_the_validation_loss(tmp, monkeypatch):
+    said = iter([(5.0, 5.0), (6.0, 4.0), (1.0, 9.0), (0.5, 4.5)])
+    monkeypatch.setattr(train, "evaluate", lambda *_: dict(zip(("train", "val"), next(said))))
+    run_training(tmp, "by-val", max_iters=3, eval_interval=1, always_save_checkpoint=False)
+    saved = read_ckpt(os.path.join(tmp, "by-val"))
+    assert (saved["iter_num"], saved["best_val_loss"]) == (1, 4.0)
+
+
 def test_checkpoint_best_is_kept_and_later_ones_know_it(tmp):
     out = os.path.join(tmp, "best")
     run = dict(eval_interval=2)
