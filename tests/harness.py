@@ -52,6 +52,8 @@ import pytest
 # Threads of OpenMP that wait for each other do not spin: other processes need the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A progress bar comes after a second, and would be one more line where a test expects one.
+os.environ.setdefault("TQDM_DISABLE", "1")
 if os.environ.get("SIM_GPUS"):
     import simgpu  # noqa: F401  before torch, which then has so many simulated GPUs
 

@@ -349,13 +349,14 @@ def test_git_sees_nothing_of_what_prepare_writes(tmp_path):
     shell(git, "add", ".", cwd=clone)
     shell(git, "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-m", "x", cwd=clone)
     assert not changed()
-    for name, more in (("chats", {}), ("some/shards", dict(shard_tokens=60))):
-        out = clone / "data" / name
-        p = prepare([chats, "--chat"], out, tokenizer=tmp_path / "t", **more)
-        assert p.returncode == 0, p.stderr
-        (out / STATE).touch()  # what a kill leaves
-        (out / "train.bin.tmp").touch()
-        assert len(list(out.iterdir())) > 11 and not changed()
+    out = clone / "data" / "chats"
+    p = prepare([chats, "--chat"], out, tokenizer=tmp_path / "t", shard_tokens=60)
+    assert p.returncode == 0, p.stderr
+    (out / STATE).touch()  # what a kill leaves
+    (out / "train.bin.tmp").touch()
+    assert len(list(out.iterdir())) > 11 and not changed()
+    out.rename(clone / "data" / "python_stdlib" / "chats")  # of the name python_stdlib/chats
+    assert not changed()
 
 
 def test_few_windows_are_cut_at_a_window(tmp_path):

@@ -428,27 +428,23 @@ def test_prepare_takes_files_as_other_programs_write_them(tmp_path):
     are counted."""
     pytest.importorskip("datasets")
 
-    def found(name, content, **options):
-        (tmp_path / name).write_bytes(content.encode())
-        shutil.rmtree(tmp_path / "o", ignore_errors=True)
-        p = prepare([tmp_path / name], tmp_path / "o", **options)
-        assert p.returncode == 0, p.stderr
-        left_out = [line for line in p.stdout.splitlines() if "left out" in line]
-        parts = [tokens_of(tmp_path / f"o/{split}.bin") for split in ("train", "val")]
-        return split_documents(np.concatenate(parts)), left_out
-
-    assert found("a.txt", "\ufeffone\r\ntwo\rthree\n") == ([b"one\ntwo\nthree\n"], [])
     table = "\ufefftext,n\r\nNA,1\r\n\"None, \"\"a\"\"\r\nb\",\r\n,2\r\n"
-    docs = [b"NA", b'None, "a"\r\nb']
-    for name, content in (("a.csv", table), ("A.TSV", table.replace(",", "\t"))):
-        expected = [doc.replace(b",", b"\t" if name == "A.TSV" else b",") for doc in docs]
-        rows, left_out = found(name, content)
-        assert rows == expected and len(left_out) == 1 and "left out: 1" in left_out[0]
     lines = ['{"text": "a"}', '{"body": "no text"}', '{"text": ""}', '{"text": "b\\r\\n"}',
              '{"text": null}']
-    for limit, count in ((9, 3), (2, 2)):
-        rows, left_out = found("a.jsonl", "\ufeff" + "\r\n".join(lines), limit=limit)
-        assert rows == [b"a", b"b\r\n"] and f"left out: {count}" in left_out[0]
+    files = {"a.txt": "\ufeffone\r\ntwo\rthree\n", "a.csv": table,
+             "A.TSV": table.replace(",", "\t"), "a.jsonl": "\ufeff" + "\r\n".join(lines)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode())
+    expected = [b"one\ntwo\nthree\n", b"NA", b'None, "a"\r\nb', b"NA", b'None\t "a"\r\nb',
+                b"a", b"b\r\n"]
+    for limit, empty in ((99, 5), (7, 4)):
+        out = tmp_path / f"o{limit}"
+        p = prepare([tmp_path / name for name in files], out, limit=limit, workers=1)
+        assert p.returncode == 0 and f"left out: {empty}\n" in p.stdout, p.stderr + p.stdout
+        tokens = tokens_of(out / "train.bin") + tokens_of(out / "val.bin")
+        assert split_documents(tokens) == expected
+    p = prepare([tmp_path / "a.txt"], tmp_path / "o", workers=1)
+    assert p.returncode == 0 and "left out" not in p.stdout
 
 
 BESIDE = os.path.abspath(os.path.join(HERE, "..", "shared"))  # has what needs a network
