@@ -184,7 +184,7 @@ def finish(p, seconds=60):
         pytest.fail("hung: " + p.communicate()[0])
 
 
-def wait_for(path, text, seconds=60):
+def wait_for(path, text, seconds=180):
     end = time.time() + seconds
     while time.time() < end:
         if os.path.exists(path) and text in open(path, errors="replace").read():

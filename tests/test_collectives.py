@@ -54,10 +54,11 @@ def case_other_shapes():
 def paths(tmp, monkeypatch):
     """{ranks: {name: case}}"""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    make_data(f"{tmp}/masked")
+    masked = f"{tmp}/detail-masked"
+    make_data(masked)
     for split in ("train", "val"):
-        tokens = np.fromfile(f"{tmp}/masked/{split}.bin", np.uint16)
-        (np.arange(len(tokens)) % 3 == 0).astype(np.uint8).tofile(f"{tmp}/masked/{split}.mask")
+        tokens = np.fromfile(f"{masked}/{split}.bin", np.uint16)
+        (np.arange(len(tokens)) % 3 == 0).astype(np.uint8).tofile(f"{masked}/{split}.mask")
     base = os.path.join(tmp, "detail-scratch")
 
     def run(name, **keys):
@@ -73,8 +74,8 @@ def paths(tmp, monkeypatch):
         other_run=run("other-run", init_from=base, **ZERO3),
         lora=run("lora", init_from=base, **LORA, **ZERO3),
         from_lora=run("lora", init_from="resume", max_iters=4, **LORA, **SHARDED),
-        masks=run("masks", dataset=f"{tmp}/masked", **ZERO3),
-        mixture=run("mixture", dataset=f"{tmp}/toy:2,{tmp}/masked:1", **ZERO3),
+        masks=run("masks", dataset=masked, **ZERO3),
+        mixture=run("mixture", dataset=f"{tmp}/toy:2,{masked}:1", **ZERO3),
         muon=run("muon", optimizer="muon", **SHARDED),
         offload=run("offload", cpu_offload=0.5, activation_checkpointing="full", **ZERO3),
         units=run("units", wrap_min_params=800, freeze="wte", **ZERO3),

@@ -176,10 +176,12 @@ ROWS = {
         ("export TORCH_DISABLE", Not("for the next line")),
         ("torchrun --nnodes=2", Not("two nodes: test_fault_a_dead_node_comes_back")),
         ("export TORCH_DISABLE", SLURM),
+        ("export PYTORCH_ALLOC", SLURM),
         ("head=$(scontrol", SLURM),
         ("srun --kill-on-bad-exit", SLURM),
         ("for i in 1 2 3", SLURM),
         ("export TORCH_ELASTIC", SLURM),
+        ("export PYTORCH_ALLOC", SLURM),
         ("srun torchrun", SLURM),
     ],
     "docs/data.md": [
