@@ -62,7 +62,8 @@ import torch.distributed as dist
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # of the server that imports this file
+PYTHONPATH = os.pathsep.join(sys.path[:2])
+os.environ["PYTHONPATH"] = PYTHONPATH  # of the servers that import this file
 
 README = os.path.join(HERE, "README.md")
 is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"
@@ -163,7 +164,7 @@ def start(world, args, tmp, *options, **env):
         command += ["--standalone"] if not any("--rdzv" in o for o in options) else []
     if wants_cuda(args) and simulates(world):
         command += ["-m", "simgpu"]
-        env = dict(env, SIM_GPUS=str(SIMULATED), PYTHONPATH=os.pathsep.join(sys.path[:2]))
+        env = dict(env, SIM_GPUS=str(SIMULATED), PYTHONPATH=PYTHONPATH)
     return subprocess.Popen(command + [str(a) for a in args], cwd=tmp, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             start_new_session=True, env={**environment(), **env},
@@ -184,7 +185,7 @@ def finish(p, seconds=60):
         pytest.fail("hung: " + p.communicate()[0])
 
 
-def wait_for(path, text, seconds=180):
+def wait_for(path, text, seconds=60):
     end = time.time() + seconds
     while time.time() < end:
         if os.path.exists(path) and text in open(path, errors="replace").read():
