@@ -185,13 +185,19 @@ def finish(p, seconds=60):
         pytest.fail("hung: " + p.communicate()[0])
 
 
-def wait_for(path, text, seconds=60):
+def wait_for(path, text, p=None, seconds=60):
+    """Until a file has the text. p: the started command that writes it; if it ends before, or is
+    too slow, the failure has what it printed."""
     end = time.time() + seconds
-    while time.time() < end:
+    while time.time() < end and not (p and p.poll() is not None):
         if os.path.exists(path) and text in open(path, errors="replace").read():
             return
         time.sleep(0.05)
-    pytest.fail(f"{text!r} never came in {path}")
+    said = ""
+    if p:
+        os.killpg(p.pid, signal.SIGKILL)
+        said = p.communicate()[0]
+    pytest.fail(f"{text!r} never came in {path}\n{said}")
 
 
 def children(pid):

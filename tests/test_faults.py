@@ -96,7 +96,7 @@ def slow_run(tmp):
               TORCH_ELASTIC_SHUTDOWN_TIMEOUT="120")
 
     def stop():
-        wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 5,', 120)
+        wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 5,', seconds=120)
         p.terminate()
 
     threading.Thread(target=stop, daemon=True).start()
@@ -192,7 +192,7 @@ def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp, device):
                device=device)
     # 3 restarts, not 1: once, on CI, PyTorch's C++ aborted a restarted rank too (exit code -6)
     p = start(2, command(tmp, out, **run), tmp, "--max-restarts=3")
-    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 25,')
+    wait_for(os.path.join(out, "metrics.jsonl"), '"iter": 25,', p)
     kill(children(p.pid)[-1])
     launch(2, arguments(tmp, whole, **run))
     text = finish(p, 120)
