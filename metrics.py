@@ -134,10 +134,10 @@ def describe(cfg, model, batches, source, world):
         f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens a step, "
         f"{', '.join(epochs)}")
     for name, files in batches.files["train"].items():
-        counts = [sum(map(len, batches.files[split][name].files)) for split in ("train", "val")]
+        val = batches.files["val"][name]
         yield (
-            f"{name}: {counts[0]:,} tokens of train and {counts[1]:,} of val; 100 windows have "
-            f"ids up to {files.largest:,}, vocab_size={cfg.vocab_size:,}")
+            f"{name}: {files.tokens_in_all:,} tokens of train and {val.tokens_in_all:,} of val; "
+            f"100 windows have ids up to {files.largest:,}, vocab_size={cfg.vocab_size:,}")
         if files.masks:
             yield f"{name}: {files.counts.mean() / cfg.block_size:.1%} of the targets count"
     if trained < n:

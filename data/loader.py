@@ -150,7 +150,10 @@ class Batches:
 
 
 class TokenFiles:
-    """One split of a data set: windows of block_size tokens over memory-mapped files."""
+    """One split of a data set: windows of block_size tokens over memory-mapped files. README's
+    "Fork it" says what a subclass without files needs."""
+
+    masks = ()
 
     def __init__(self, directory, split, block_size, vocab_size):
         """SystemExit if the data is missing, damaged or does not fit the model."""
@@ -168,6 +171,7 @@ class TokenFiles:
         for tokens in self.files:
             windows = (len(tokens) - 1) // block_size
             self.starts.append(self.starts[-1] + windows)
+        self.tokens_in_all = sum(map(len, self.files))
         if len(self) == 0:
             longest = max(self.files, key=len)
             raise SystemExit(

@@ -4,8 +4,7 @@ compares each collective over the ranks (which one, shapes, types) before it run
 another size, and NCCL nothing at all. DDP is not among them: PyTorch 2.13 and 2.15 crash where it
 is made under DETAIL (three lines of plain PyTorch do).
 
-    python -m pytest -q tests/test_collectives.py
-    TORCH_DISTRIBUTED_DEBUG=DETAIL python -m pytest -q tests/test_lora.py    # or any other
+    pip install transformers torchao && python -m pytest -q tests/test_collectives.py
 """
 
 import importlib.util

@@ -103,7 +103,7 @@ class Not:
 INSTALL = Not("the environment: .ci/run does it, from README.md")
 NETWORK = Not("it loads from the hub")
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
-COPIES = Not("its names stand for others; test_checkpoint.py resumes from what was copied")
+COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 NANOGPT = Not("nanoGPT's own, which is not here")
 SCRIPT = Not("of scripts below it, which need accelerate or nanoGPT; test_readme.py has bare.py")
 SIZE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, compile=False)
@@ -188,8 +188,7 @@ ROWS = {
         ("python train.py config/quickstart.py --dataset=fineweb_edu:7", trains(ranks=2)),
     ],
     "docs/finetuning.md": [
-        ("python data/prepare.py my_chats chats.jsonl --chat",
-         Run()),
+        ("python data/prepare.py my_chats chats.jsonl --chat", Run()),
         ("python train.py config/finetune_smollm2.py --dataset=my_chats", TUNES),
         ("python sample.py --out_dir=out-smollm2", SAMPLE),
         ("python -m extras.huggingface out-smollm2 my_model", Run()),
@@ -241,13 +240,13 @@ ROWS = {
         ("python data/prepare.py OUT corpus.jsonl", Not("test_data.py; its tokenizer is GPT-2's")),
     ],
     "docs/model_file.md": [
-        ("python -m pytest -q tests/test_contract.py --model=NAME", Not("tests/test_contract.py")),
+        ("python -m pytest -q tests/test_contract.py --model=NAME",
+         Not("test_contract_itself.py, with a copy of model.py")),
         ("python -m pytest -q tests/test_contract.py --model=NAME --ranks",
-         Not("tests/test_contract_itself.py")),
+         Not("test_contract.py, with extras/")),
     ],
     "docs/simgpu.md": [
-        ("SIM_GPUS=2 python -m pytest -q tests/test_cuda.py",
-         Run(["-k", "pause"])),
+        ("SIM_GPUS=2 python -m pytest -q tests/test_cuda.py", Run(["-k", "pause"])),
         ("python -m pytest -q tests/test_simgpu.py", Not("the suite does")),
         ("python -m pytest -q tests/test_simgpu_itself.py", Not("the suite does")),
     ],

@@ -15,6 +15,7 @@ import torch
 from harness import (
     HERE,
     built,
+    copied,
     on_ranks,
     plain_gpt,
     plain_model,
@@ -186,8 +187,7 @@ def copy(models):
 
 def test_contract_holds_for_a_copy_of_model_py(tmp_path):
     """As the docs tell you to start: the commands, in a copy of the project."""
-    left_out = shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__", ".*_cache")
-    copy = shutil.copytree(HERE, tmp_path / "copy", ignore=left_out)
+    copy = copied(tmp_path / "copy")
     shutil.copy(copy / "model.py", copy / "mine.py")
     command = ("-m", "pytest", "-q", "tests/test_contract.py", "--model=mine")
     p = python(*command, cwd=copy, env={"PYTHONPATH": str(copy)})

@@ -30,7 +30,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import HERE, children, flags, power_cut, refused, script, tiny
+from harness import (
+    HERE,
+    children,
+    flags,
+    power_cut,
+    refused,
+    run_training,
+    script,
+    tiny,
+)
 
 from data import loader
 from data import prepare as prepare_py
@@ -94,6 +103,32 @@ def test_evaluation_visits_each_fixed_window_once_on_any_number_of_ranks(tmp, si
         assert (y[max(1, int(weight)):] == -1).all()
         rows += x[:int(weight)].tolist()
     assert rows == files.batch(order)[0].tolist()
+
+
+class Counting(TokenFiles):
+    """What README's "Fork it" asks of data that is no files: here the numbers from w on."""
+
+    def __init__(self, directory, split, block_size, vocab_size):
+        self.block_size = block_size
+        self.tokens_in_all = 500 * block_size
+        self.largest = vocab_size - 1
+
+    def __len__(self):
+        return 500
+
+    def batch(self, windows):
+        x = torch.as_tensor(windows)[:, None] + torch.arange(self.block_size)
+        return x % 67, (x + 1) % 67
+
+    def read_ahead(self, windows):
+        pass
+
+
+def test_data_that_is_no_files_trains_as_readme_says(tmp, monkeypatch, capsys):
+    monkeypatch.setattr(loader, "TokenFiles", Counting)
+    rows = run_training(tmp, "counting", max_iters=12, learning_rate=1e-2, min_lr=1e-2)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    assert "toy: 8,000 tokens of train" in capsys.readouterr().out
 
 
 def test_the_next_step_s_windows_are_asked_for_while_this_one_is_read(tmp):
