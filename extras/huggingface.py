@@ -1,7 +1,7 @@
 """
 GPT-2, Llama (1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in and out.
 
-    python train.py config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M
+    python train.py extras/config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M
     python train.py ... --init_from=DIR    # config.json, and model.safetensors or shards
     python -m extras.huggingface out-x DIR --dtype=bfloat16    # out-x's newest checkpoint
     python -m extras.huggingface out-lora DIR                  # LoRA's adapters are merged

@@ -2,7 +2,7 @@
 Llama in one file: Llama 1 to 3, TinyLlama, SmolLM2, Qwen3's dense models. `--model=llama`.
 
     python train.py --model=llama config/quickstart.py --n_kv_head=2 --n_inner=344
-    python train.py config/finetune_smollm2.py    # from a model in Hugging Face's format
+    python train.py extras/config/finetune_smollm2.py    # from a model in Hugging Face's format
 
 A second model that follows the contract in model.py, with Hugging Face's names.
 

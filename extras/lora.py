@@ -2,7 +2,7 @@
 LoRA (Hu et al. 2021): the base stays as it is, and a small product is trained beside each
 linear layer of the blocks.
 
-    python train.py config/finetune_smollm2.py --lora_rank=16 --lora_alpha=32
+    python train.py extras/config/finetune_smollm2.py --lora_rank=16 --lora_alpha=32
     python train.py ... --lora_rank=16 --lora_targets='q_proj|v_proj'
     python sample.py --out_dir=out-smollm2    # its checkpoint names the base
 

@@ -104,7 +104,7 @@ def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
 @of_ours
 def test_config_every_key_is_read_and_tested():
     """A key that no code reads, or no test sets, is a defect."""
-    code = text_of("[!t]*.py", "train.py", "data/*.py", "extras/*.py", "extras/planning/*.py")
+    code = text_of("[!t]*.py", "train.py", "data/*.py", "extras/*.py", "extras/plan/*.py")
     tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
     ours = {f.name for f in fields(Config)}
     for model in ("gpt2", "llama", "moe"):

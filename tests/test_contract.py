@@ -701,7 +701,7 @@ def test_contract_resume(tmp, model):
 @pytest.mark.usefixtures("sound")
 def test_contract_plan(tmp, model):
     """A rehearsed step keeps the parameters and gradients that there are."""
-    rehearse = pytest.importorskip("extras.planning.rehearse").rehearse
+    rehearse = pytest.importorskip("extras.plan.rehearse").rehearse
     world = World(size=2, local_size=2)
     cfg = resolve(small(tmp, model), world, distributed=True)
     device, _ = formulas.kept(train.meta_model(cfg), cfg, world)

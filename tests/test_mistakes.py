@@ -97,7 +97,7 @@ extras/bench.py
   --variants=strategy=ddp | torchrun
   --profile=ODD/a.txt | another path
 extras/plan.py
-  --world_size=96 config/gpt3_175b.py --shard_group_size=128 | divisor of 96
+  --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | divisor of 96
   --world_size=100000000 | 16384
   --world_size=0; --gpu_memory=-1; --gpu_memory=nan; --host_memory=0; --gpus_per_node=0 | above 0
   --world_size=1.5; --world_size=2,4x | whole number

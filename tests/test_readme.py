@@ -20,6 +20,7 @@ import torch
 from harness import (
     HERE,
     SHORT,
+    SIMGPU,
     copied,
     flags,
     launch,
@@ -99,7 +100,7 @@ def launched(n, gpus, cwd, program, *argv):
     env = dict(CUDA_VISIBLE_DEVICES=",".join(map(str, range(gpus))))
     if gpus and simulates(gpus):
         launcher += ["-m", "simgpu"]
-        env = dict(SIM_GPUS=str(gpus), PYTHONPATH=os.path.join(HERE, "tests"))
+        env = dict(SIM_GPUS=str(gpus), PYTHONPATH=SIMGPU)
     p = python(*launcher, os.path.join(HERE, program), *argv, cwd=cwd, env=env)
     assert p.returncode == 0, p.stderr
     return p
@@ -184,7 +185,7 @@ def test_readme_every_config_runs_two_steps(tmp, name):
 
 
 # {name of a module: path} of the product; tests and data/*/prepare.py are none
-PATHS = [path for pattern in ("*.py", "data/*.py", "extras/*.py", "extras/planning/*.py")
+PATHS = [path for pattern in ("*.py", "data/*.py", "extras/*.py", "extras/plan/*.py")
          for path in glob(pattern, root_dir=HERE) if path not in ("test_fsdp.py", "conftest.py")]
 ROOMS = {path.removesuffix(".py").replace(os.sep, "."): path for path in PATHS}
 

@@ -114,7 +114,7 @@ def test_units_of_llama_by_size_are_the_published_wrapping(name, per_block):
     """FSDP1's size_based_auto_wrap_policy with 100,000,000 on Llama 2, as its users print it."""
     from extras import llama  # a fork may have deleted it
 
-    cfg = load_config([os.path.join(HERE, "config", f"{name}.py")])
+    cfg = load_config([os.path.join(HERE, "extras", "config", f"{name}.py")])
     with torch.device("meta"):
         model = llama.Model(model_config(cfg))
     names = {module: name for name, module in model.named_modules()}

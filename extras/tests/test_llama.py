@@ -146,7 +146,7 @@ def test_llama_configs_have_the_published_numbers():
         hidden_act="silu", vocab_size=128256)
     llama3 = dict(published, num_key_value_heads=8, rope_theta=5e5, tie_word_embeddings=False)
     _, sizes = understand(llama3)
-    cfg = load_config([os.path.join(HERE, "config", "llama3_8b.py")])
+    cfg = load_config([os.path.join(HERE, "extras", "config", "llama3_8b.py")])
     assert {key: getattr(cfg, key) for key in sizes} == sizes
     assert understand(dict(llama3, head_dim=128))[1] == dict(sizes, head_dim=0)  # as in config/
     _, absent = understand(published)  # what transformers takes where a key is absent
@@ -158,7 +158,7 @@ def test_llama_configs_have_the_published_numbers():
     ("finetune_smollm2", 134.5), ("llama2_7b", 6738.4), ("llama2_70b", 68976.6),
     ("llama3_8b", 8030.3)])
 def test_llama_configs_have_the_published_sizes(name, millions):
-    model = train.meta_model(load_config([os.path.join(HERE, "config", f"{name}.py")]))
+    model = train.meta_model(load_config([os.path.join(HERE, "extras", "config", f"{name}.py")]))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 

@@ -1,6 +1,6 @@
 # Llama-3-8B, fully sharded over the 8 GPUs of a node.
-#   python -m extras.plan config/llama3_8b.py --world_size=8 --gpu_memory=80
-#   torchrun --standalone --nproc_per_node=8 train.py config/llama3_8b.py
+#   python -m extras.plan extras/config/llama3_8b.py --world_size=8 --gpu_memory=80
+#   torchrun --standalone --nproc_per_node=8 train.py extras/config/llama3_8b.py
 # 32 blocks * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) = 6.98 billion, 2 * 128,256 * 4096 =
 # 1.05 billion in embedding and head: 8.03. 16 bytes each (fp32 master, gradient, two moments) are
 # 128 GB, 16.1 GB a GPU on 8. For Llama 3.1 add rope_factor = 8.0, if it does not start from the

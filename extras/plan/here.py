@@ -1,15 +1,13 @@
 """
 The plan's times against real steps: two ranks on this machine's CPU.
 
-    torchrun --standalone --nproc_per_node=2 tests/here.py
+    torchrun --standalone --nproc_per_node=2 -m extras.plan.here
 
 It measures what --gpu takes: how fast products, memory and gloo are while both ranks work. Then
 it trains each of four configs, in turns, and rank 0 plans the same.
 """
 
 import io
-import os
-import sys
 import tempfile
 from contextlib import redirect_stdout
 from statistics import median
@@ -19,12 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from configurator import load_config, resolve  # noqa: E402
-from extras import bench, plan  # noqa: E402
-from extras.planning import timing  # noqa: E402
-from ranks import run, setup  # noqa: E402
+from configurator import load_config, resolve
+from extras import bench, plan
+from extras.plan import timing
+from ranks import run, setup
 
 MODEL = [
     "--device=cpu", "--dtype=float32", "--compile=False", "--vocab_size=4096", "--n_layer=6",

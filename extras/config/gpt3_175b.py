@@ -1,7 +1,7 @@
 # GPT-3 175B on 128 GPUs and more: sharded over groups of 128, replicated across them.
-#   python -m extras.plan config/gpt3_175b.py --world_size=1024 --gpu_memory=80
+#   python -m extras.plan extras/config/gpt3_175b.py --world_size=1024 --gpu_memory=80
 #   torchrun --nnodes=128 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST1:29500 \
-#       train.py config/gpt3_175b.py
+#       train.py extras/config/gpt3_175b.py
 # 12 * 96 * 12288^2 = 173.9 billion in the blocks + (50,304 + 2,048) * 12288 = 0.64 billion: 174.6.
 # 16 bytes each (fp32 master, gradient, two moments) are 2.79 TB, 21.8 GB a GPU in groups of 128.
 # On 1024 GPUs the plan's peak is 44.3 GiB.

@@ -1,6 +1,8 @@
 # Llama-2-70B: on 8 GPUs of 80 GB only with blocks in host memory; or on 64 without.
-#   python -m extras.plan config/llama2_70b.py --world_size=8 --gpu_memory=80 --host_memory=2000
-#   python -m extras.plan config/llama2_70b.py --world_size=64 --gpu_memory=80 --cpu_offload=0.0
+#   python -m extras.plan extras/config/llama2_70b.py --world_size=8 --gpu_memory=80 \
+#       --host_memory=2000
+#   python -m extras.plan extras/config/llama2_70b.py --world_size=64 --gpu_memory=80 \
+#       --cpu_offload=0.0
 # 80 blocks * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) = 68.45 billion, 2 * 32,000 * 8192 =
 # 0.52 billion in embedding and head: 68.98. 16 bytes each (fp32 master, gradient, two moments) are
 # 1,104 GB, 138 GB a GPU on 8.

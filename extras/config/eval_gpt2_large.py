@@ -1,5 +1,5 @@
 # Evaluate OpenAI's GPT-2-large on OpenWebText: 36 layers, 20 heads, 1280 wide: 774M parameters.
-#   python train.py config/eval_gpt2_large.py
+#   python train.py extras/config/eval_gpt2_large.py
 
 init_from = 'gpt2-large'
 dataset = 'openwebtext'

@@ -11,7 +11,6 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
-import published
 import pytest
 import torch
 from harness import HERE, refused
@@ -19,11 +18,11 @@ from test_plan import HYBRID, TINY, command, placed
 from torch.utils._pytree import tree_leaves
 
 from extras import plan
-from extras.planning import timing
-from extras.planning.picture import print_event
-from extras.planning.program import COMPUTE, Event, Operation, Record, Wait
-from extras.planning.program import touched as touched_by
-from extras.planning.rehearse import rehearse
+from extras.plan import published, timing
+from extras.plan.picture import print_event
+from extras.plan.program import COMPUTE, Event, Operation, Record, Wait
+from extras.plan.program import touched as touched_by
+from extras.plan.rehearse import rehearse
 
 # A GPU with round numbers: 1 PFLOP/s of products and 1 TB/s of memory that kernels reach.
 ROUND = replace(

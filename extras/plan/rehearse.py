@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp
 import train
-from extras.planning.program import (
+from extras.plan.program import (
     Event,
     Operation,
     computed,

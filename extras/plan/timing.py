@@ -9,7 +9,7 @@ gets prices, and the streams run side by side, as FSDP2 lets them.
 
 An operation is a matrix product, attention, or bound by memory; a collective goes round a ring.
 The constants are published ones, with their sources; only the share of the peak that products
-reach was fitted. docs/measurements.md compares the results with runs that others published.
+reach was fitted. extras/docs/measurements.md compares the results with runs that others published.
 """
 
 import math
@@ -20,7 +20,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from extras.planning.program import COMPUTE, UPDATE, Operation, Record, Wait
+from extras.plan.program import COMPUTE, UPDATE, Operation, Record, Wait
 from metrics import PEAK_FLOPS
 
 # ---------- the machine -------------------------------------------------------

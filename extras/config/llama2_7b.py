@@ -1,6 +1,6 @@
 # Llama-2-7B, as the field's guide to sharding trains it: fully sharded over the 8 GPUs of a node.
-#   python -m extras.plan config/llama2_7b.py --world_size=8 --gpu_memory=80
-#   torchrun --standalone --nproc_per_node=8 train.py config/llama2_7b.py
+#   python -m extras.plan extras/config/llama2_7b.py --world_size=8 --gpu_memory=80
+#   torchrun --standalone --nproc_per_node=8 train.py extras/config/llama2_7b.py
 # 32 blocks * (4 * 4096^2 + 3 * 4096 * 11008) = 6.48 billion, 2 * 32,000 * 4096 = 0.26 billion in
 # embedding and head: 6.74. 16 bytes each (fp32 master, gradient, two moments) are 108 GB, 13.5 GB a
 # GPU on 8.

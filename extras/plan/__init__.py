@@ -2,15 +2,17 @@
 What will a config cost? Memory, traffic and time of a step, on GPUs that you need not have.
 
     python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu=A100
-    python -m extras.plan config/gpt3_13b.py --gpu_memory=139 --host_memory=256 --cpu_offload=0.4
-    python -m extras.plan config/llama2_7b.py --world_size=8,16,32,64 --gpu=H100 --tokens=1e11
-    python -m extras.plan config/llama2_7b.py --world_size=8 --gpu=H100 --plot=memory.png
+    python -m extras.plan extras/config/gpt3_13b.py --gpu_memory=139 --host_memory=256 \\
+        --cpu_offload=0.4
+    python -m extras.plan extras/config/llama2_7b.py --world_size=8,16,32,64 --gpu=H100 \\
+        --tokens=1e11
+    python -m extras.plan extras/config/llama2_7b.py --world_size=8 --gpu=H100 --plot=memory.png
     python -m extras.plan config/quickstart.py --world_size=2 --strategy=full_shard --events
 
-Memory and traffic are rehearsed (planning/rehearse.py): the real step, on fake tensors, as
+Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, as
 rank 0 of that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers,
 fragmentation (so a plan fits if it takes at most 90% of a GPU), and what compiling saves. Times
-are estimates (planning/timing.py); docs/measurements.md says how far they were from runs that
+are estimates (timing.py); extras/docs/measurements.md says how far they were from runs that
 others published. tok/s and MFU are of one GPU, exposed is the part of a step in which it waits for
 others, and batches are the micro-batches that it takes in a step.
 """
@@ -20,19 +22,16 @@ import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-# Started by its path, this file does not see the repository.
-sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config, resolve
-from extras.planning import timing
-from extras.planning.picture import check_plot, draw, print_events
-from extras.planning.rehearse import KINDS, rehearse
+from extras.plan import timing
+from extras.plan.picture import check_plot, draw, print_events
+from extras.plan.rehearse import KINDS, rehearse
 from fsdp import find_units
 from metrics import flops_per_token
-from ranks import World, run
+from ranks import World
 from train import meta_model, with_vocabulary
 
 LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into as many pieces
@@ -446,7 +445,3 @@ def print_line(head, cells, times, fits="", where=""):
     columns = "".join(f" {cell:>11s}" for cell in cells)
     columns += "".join(f" {cell:>9s}" for cell in times)
     print(f"{head:13s}{columns}  {fits:4s}  {where}".rstrip(), flush=True)
-
-
-if __name__ == "__main__":
-    run(main, sys.argv[1:])

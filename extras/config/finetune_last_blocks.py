@@ -1,6 +1,6 @@
 # Fine-tune only the last two blocks of GPT-2 (124M) and the final LayerNorm: the rest has no
 # gradients and no optimizer state.
-#   python data/shakespeare/prepare.py && python train.py config/finetune_last_blocks.py
+#   python data/shakespeare/prepare.py && python train.py extras/config/finetune_last_blocks.py
 
 out_dir = 'out-last-blocks'
 dataset = 'shakespeare'

@@ -1,6 +1,6 @@
 # Llama-3-8B with LoRA, fully sharded over 2 GPUs of 24 GB.
-#   python -m extras.plan config/finetune_llama3_8b_lora.py --world_size=2 --gpu_memory=24
-#   torchrun --standalone --nproc_per_node=2 train.py config/finetune_llama3_8b_lora.py
+#   python -m extras.plan extras/config/finetune_llama3_8b_lora.py --world_size=2 --gpu_memory=24
+#   torchrun --standalone --nproc_per_node=2 train.py extras/config/finetune_llama3_8b_lora.py
 # The base: 8.03 billion parameters, 2 bytes each, are 16.1 GB, 8.0 GB a GPU.
 # The adapters: 32 blocks * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
 # = 41.9M, 16 bytes each, are 0.7 GB.

@@ -1,10 +1,11 @@
 """
 The simulated GPU sees bugs: each of these is put in by hand, and its check must name it.
 
-    python -m pytest -q tests/test_simgpu_itself.py -v      # the list: which check sees which bug
+    # the list: which check sees which bug
+    python -m pytest -q extras/simgpu/tests/test_simgpu_itself.py -v
 
 A case is written twice in one: with right=True it is what one should write, and no check says
-anything. The table is repeated in docs/simgpu.md.
+anything. The table is repeated in extras/simgpu/README.md.
 """
 
 import functools
@@ -47,7 +48,7 @@ def test_simgpu_where_it_cannot_be_built_tests_skip_in_one_line(monkeypatch, tmp
 
 def test_simgpu_is_built_for_each_pytorch(monkeypatch, tmp_path):
     """And once for one: what is there is taken."""
-    path = f"{harness.HERE}/tests/simgpu/build.py"
+    path = os.path.join(harness.SIMGPU, "simgpu", "build.py")
     build = types.SimpleNamespace(**runpy.run_path(path))
     built = []
 

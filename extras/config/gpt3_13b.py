@@ -1,9 +1,10 @@
 # GPT-3 13B: on 8 GPUs as it stands, on one with most of it in host memory.
-#   python -m extras.plan config/gpt3_13b.py --world_size=8 --gpu_memory=80
-#   torchrun --standalone --nproc_per_node=8 train.py config/gpt3_13b.py
+#   python -m extras.plan extras/config/gpt3_13b.py --world_size=8 --gpu_memory=80
+#   torchrun --standalone --nproc_per_node=8 train.py extras/config/gpt3_13b.py
 # On one, ask first which --cpu_offload fits:
-#   python -m extras.plan config/gpt3_13b.py --gpu_memory=80 --host_memory=512 --cpu_offload=0.9
-#   torchrun --standalone --nproc_per_node=1 train.py config/gpt3_13b.py --cpu_offload=0.9
+#   python -m extras.plan extras/config/gpt3_13b.py --gpu_memory=80 --host_memory=512 \
+#       --cpu_offload=0.9
+#   torchrun --standalone --nproc_per_node=1 train.py extras/config/gpt3_13b.py --cpu_offload=0.9
 # 12 * 40 * 5120^2 = 12.58 billion in the blocks + (50,304 + 2,048) * 5120 = 0.27 billion: 12.85.
 # 16 bytes each (fp32 master, gradient, two moments) are 206 GB, 25.7 GB a GPU on 8.
 # On 8 GPUs the plan's peak is 32.1 GiB.

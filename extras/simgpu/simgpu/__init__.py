@@ -15,7 +15,8 @@ or, without a change to a program:
     SIM_GPUS=2 torchrun --nproc_per_node=2 -m simgpu train.py
 
 Tensors on "cuda" have CUDA's device and rules. Their bytes are in host memory, and CPU kernels
-compute on them, so the numbers are real. docs/simgpu.md says what is simulated and what is not.
+compute on them, so the numbers are real. README.md, beside
+this directory, says what is simulated.
 
     build.py      builds device.cpp with g++ when it is first needed
     device.cpp    memory, streams, copies, kernels

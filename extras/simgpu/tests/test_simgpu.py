@@ -1,7 +1,7 @@
 """
-Whole trainings on simulated GPUs (docs/simgpu.md), beside the same ones on a CPU.
+Whole trainings on simulated GPUs (extras/simgpu/README.md), beside the same ones on a CPU.
 
-    python -m pytest -q tests/test_simgpu.py       # one, two and four GPUs
+    python -m pytest -q extras/simgpu/tests/test_simgpu.py       # one, two and four GPUs
 
 A mode is a combination of keys; together they have every pair of two keys' values. Of each run: its
 losses, norms and samples are those of one process on a CPU; nothing races; in a step that is not
@@ -397,7 +397,7 @@ def clocked(way):
 
 
 def slow_cluster():
-    from extras.planning import timing  # here: a fork may have deleted it
+    from extras.plan import timing  # here: a fork may have deleted it
 
     gpu = timing.find_gpu(SLOW_GPU)
     return timing.Cluster(gpu, gpus_per_node=8, network=gpu.network)
@@ -409,7 +409,7 @@ COLLECTIVES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduc
 
 def price(name, reads, writes):
     """Seconds of an operation of the simulated GPU, as the plan prices it."""
-    from extras.planning import program, timing
+    from extras.plan import program, timing
 
     if name == "_fused_adamw_":  # it writes gradients only if a scaler has to divide them
         writes = writes[:len(writes) // 4 * 3]
@@ -449,7 +449,7 @@ def case_clock(tmp, way, device):
 
 @pytest.fixture(scope="module")
 def clock(tmp):
-    pytest.importorskip("extras.planning.timing")
+    pytest.importorskip("extras.plan.timing")
     return on_ranks(2, {way: (case_clock, dict(tmp=tmp, way=way, device="cuda")) for way in TIMED})
 
 
@@ -464,6 +464,6 @@ def test_simgpu_a_step_takes_as_long_as_the_plan_says(tmp, clock, way, monkeypat
         gpu_memory=math.inf, host_memory=math.inf, attention="flash2", cluster=slow_cluster(),
         flops_per_token=1.0)
     # The simulated GPU does not know that compute is slower beside a collective.
-    monkeypatch.setattr("extras.planning.timing.TAKEN", 0.0)
+    monkeypatch.setattr("extras.plan.timing.TAKEN", 0.0)
     planned = plan(cfg, world, machine)["s/step"]
     assert values(clock, way)[0] == pytest.approx(planned, rel=TIMED[way])

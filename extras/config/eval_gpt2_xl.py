@@ -1,5 +1,5 @@
 # Evaluate OpenAI's GPT-2-xl on OpenWebText: 48 layers, 25 heads, 1600 wide: 1558M parameters.
-#   python train.py config/eval_gpt2_xl.py
+#   python train.py extras/config/eval_gpt2_xl.py
 
 init_from = 'gpt2-xl'
 dataset = 'openwebtext'

@@ -1,6 +1,6 @@
 # GPT-3 6.7B, fully sharded over the GPUs of a node.
-#   python -m extras.plan config/gpt3_6.7b.py --world_size=8 --gpu_memory=80
-#   torchrun --standalone --nproc_per_node=8 train.py config/gpt3_6.7b.py
+#   python -m extras.plan extras/config/gpt3_6.7b.py --world_size=8 --gpu_memory=80
+#   torchrun --standalone --nproc_per_node=8 train.py extras/config/gpt3_6.7b.py
 # 12 * 32 * 4096^2 = 6.44 billion in the blocks + (50,304 + 2,048) * 4096 = 0.21 billion: 6.66.
 # 16 bytes each (fp32 master, gradient, two moments) are 107 GB, 13.3 GB a GPU on 8.
 # On 8 GPUs the plan's peak is 36.8 GiB.

@@ -35,9 +35,9 @@ import train
 from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config
 from extras import plan
 from extras.muon import divide
-from extras.planning import timing
-from extras.planning.picture import relative
-from extras.planning.rehearse import KINDS, Event, Ledger, power_of_two, rehearse
+from extras.plan import timing
+from extras.plan.picture import relative
+from extras.plan.rehearse import KINDS, Event, Ledger, power_of_two, rehearse
 from ranks import World
 
 GIB = 2**30
@@ -351,7 +351,7 @@ def test_plan_counts_a_gpus_masks_and_the_fp32_of_qk_norm():
 @pytest.mark.parametrize("name", ["llama_1b", "llama2_7b", "llama3_8b"])
 def test_plan_recipes_say_their_peak_and_time(name):
     """As planned now; the larger ones' by the same command, in their headers too."""
-    path = f"{HERE}/config/{name}.py"
+    path = f"{HERE}/extras/config/{name}.py"
     said = re.search(r"^# On (\d+) GPUs the plan's peak is ([\d.]+) GiB", open(path).read(), re.M)
     cfg = load_config([path])
     one = plan.plan(*plan.place(cfg, int(said[1]), MACHINE), MACHINE)
@@ -400,7 +400,7 @@ def test_plan_cpus_and_gpus_rmsnorm_differ():
     "torch._subclasses", "torch.testing._internal.distributed.fake_pg",
     "torch.utils._python_dispatch"])
 def test_plan_without_pytorchs_private_parts_is_one_line(monkeypatch, name):
-    for module in ("extras.planning.rehearse", "extras.plan"):
+    for module in ("extras.plan.rehearse", "extras.plan"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     said = refused(importlib.import_module, "extras.plan")
@@ -715,9 +715,10 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     code = """if True:
         import time, resource
         from extras import plan
-        from extras.planning import timing
+        from extras.plan import timing
         start = time.time()
-        plan.main(["config/gpt3_175b.py", "--world_size=1024", "--n_layer=4", "--gpu_memory=24"])
+        plan.main(["extras/config/gpt3_175b.py", "--world_size=1024", "--n_layer=4",
+                   "--gpu_memory=24"])
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print("took", time.time() - start, peak)"""
     p = python("-c", code)

@@ -8,7 +8,7 @@ import re
 from itertools import groupby
 
 from configurator import package
-from extras.planning.timing import KERNEL
+from extras.plan.timing import KERNEL
 
 # ---------- what happens in a step --------------------------------------------
 

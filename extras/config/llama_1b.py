@@ -1,7 +1,7 @@
 # A Llama of 1.2 billion parameters, on 100 billion tokens of FineWeb-Edu, by the 8 GPUs of a node.
 #   python data/fineweb_edu/prepare.py --subset=sample-100BT    # 200 GB
-#   python -m extras.plan config/llama_1b.py --world_size=8 --gpu=H100 --tokens=1e11
-#   torchrun --standalone --nproc_per_node=8 train.py config/llama_1b.py --init_from=auto
+#   python -m extras.plan extras/config/llama_1b.py --world_size=8 --gpu=H100 --tokens=1e11
+#   torchrun --standalone --nproc_per_node=8 train.py extras/config/llama_1b.py --init_from=auto
 # 16 blocks * (2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192) = 0.97 billion, 2 * 50,304 * 2048 =
 # 0.21 billion in embedding and head: 1.18. 16 bytes each (fp32 master, gradient, two moments) are
 # 18.9 GB, 2.4 GB a GPU on 8.

@@ -1,5 +1,5 @@
 # Fine-tune GPT-2 XL on Shakespeare, as nanoGPT does.
-#   python data/shakespeare/prepare.py && python train.py config/finetune_shakespeare.py
+#   python data/shakespeare/prepare.py && python train.py extras/config/finetune_shakespeare.py
 
 out_dir = 'out-shakespeare'
 dataset = 'shakespeare'

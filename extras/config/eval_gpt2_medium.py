@@ -1,5 +1,5 @@
 # Evaluate OpenAI's GPT-2-medium on OpenWebText: 24 layers, 16 heads, 1024 wide: 350M parameters.
-#   python train.py config/eval_gpt2_medium.py
+#   python train.py extras/config/eval_gpt2_medium.py
 
 init_from = 'gpt2-medium'
 dataset = 'openwebtext'

@@ -1,5 +1,5 @@
 # Evaluate OpenAI's GPT-2 on OpenWebText: 12 layers, 12 heads, 768 wide: 124M parameters.
-#   python train.py config/eval_gpt2.py
+#   python train.py extras/config/eval_gpt2.py
 
 init_from = 'gpt2'
 dataset = 'openwebtext'

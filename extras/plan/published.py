@@ -1,8 +1,8 @@
 """
 Throughputs that others published, and what the plan says of the same runs.
 
-    python tests/published.py runs.csv      # every row that our keys can say, and errors by group
-    python tests/published.py runs.csv --measured      # when one row sets the rate for others
+    python -m extras.plan.published runs.csv    # each row, and the errors by group
+    python -m extras.plan.published runs.csv --measured    # when one row sets the rate for others
 
 Twenty rows are here, for test_timing.py: of each kind, and no constant was fitted on them. A file
 of more has the same columns and may have others. tok_s_gpu: tokens a second and GPU.
@@ -13,19 +13,16 @@ numbers of GPUs, as by --world_size=8,16.
 
 import csv
 import functools
-import os
 import sys
 from collections import defaultdict
 from dataclasses import replace
 from itertools import permutations
 from statistics import mean, median
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from configurator import SHARDED, load_config  # noqa: E402
+from configurator import SHARDED, load_config
 from extras import plan
-from extras.planning import timing  # noqa: E402
-from extras.planning.rehearse import rehearse  # noqa: E402
+from extras.plan import timing
+from extras.plan.rehearse import rehearse
 
 # llm-foundry: scripts/train/benchmarking/README.md of mosaicml/llm-foundry, as of that month.
 # fms-fsdp: README.md of foundation-model-stack/fms-fsdp, at that commit.
