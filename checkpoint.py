@@ -70,8 +70,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 
 def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name. With LoRA only the adapters'. SystemExit if some of
-    the state is no tensor."""
+    now; of tied parameters the first name. Not those that an adapter's base has. SystemExit if
+    some of the state is no tensor."""
     tensors = {}
     left_out = getattr(model, "base_names", ())
     for name, p in model.named_parameters():
@@ -131,9 +131,10 @@ def load(source, model, optimizer, world):
     if lacking and source.header["iter_num"]:
         print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
                       "train now; theirs starts anew")
-    fill(source, flat_state(model, optimizer), model.config, world)
+    if source.shapes:
+        fill(source, flat_state(model, optimizer), model.config, world)
     if source.base:
-        # LoRA's adapters. What they adapt is in another file, maybe of other parts too.
+        # The source has an adapter's parameters alone; the frozen ones are in the base's files.
         own = {f"model.{name}": params[name].detach() for name in model.base_names}
         fill(source.base, own, model.config, world)
 
@@ -358,6 +359,17 @@ def weights_of(source):
     return replace(source, header=header, shapes=shapes)
 
 
+def on_base(base, init_from):
+    """The Source of a run that begins to train an adapter: no values of its own, and those of
+    `base`. init_from: the base's name, for the headers of the run's checkpoints."""
+    where = init_from
+    if os.path.isdir(where):
+        where = os.path.abspath(where)  # a later run may start in another directory
+    origin = base.header.get("origin")  # Hugging Face's models have none
+    header = {**base.header, "base": where, "base_origin": origin}
+    return Source(base.path, header, shapes={}, base=base)
+
+
 def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all ranks).
     out_dir may also be a checkpoint itself, and then it is that one.
@@ -482,7 +494,7 @@ class Saver:
         if self.eval_only:
             return
         self.run_id = from_rank0(self.world, lambda: self.new_run(source, resumed))
-        # Hugging Face's files, for an export, and LoRA's base.
+        # Hugging Face's files, for an export, and an adapter's base.
         before = source.header if source else {}
         self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
         self.best = source.header.get("best") if resumed else None

@@ -35,7 +35,8 @@ their gradients reduced, in one collective. Hooks do it, so no line here shows i
     backward of unit i    gather i - 1 meanwhile;                compute, free i, reduce its
                           compute, free i, reduce its gradients  gradients
 
-The root is what no unit has. It stays gathered from its forward to the end of backward.
+The root unit holds every parameter outside the other units. It stays gathered from its
+forward to the end of backward.
 
 So every rank must call the same units in the same order, and backward must reach the same.
 If one skips a block at random, the ranks gather rows of different blocks as one, and train
@@ -110,7 +111,7 @@ def shard(
         host memory for the whole model, and a GPU holds one unit of it whole at a time.
         Buffers are not sharded. They keep their values and move to the device; one on the
         meta device is a ValueError.
-    units: modules, inner before outer. What none of them has is the root's. Tied parameters
+    units: modules, inner before outer. The root unit holds every other parameter. Tied parameters
         must be in one unit, or in the root.
     param_dtype: to gather and compute in. Rows and optimizer state stay fp32.
     reduce_dtype: to add gradients up in, over the ranks. bfloat16 is then also the type in
@@ -120,8 +121,8 @@ def shard(
         (ZeRO-3), or keep it until then (ZeRO-2).
     cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;
         at 1.0 the root too.
-    prefetch_units: gather so many ahead. 0 leaves it to FSDP2, which gathers one ahead in
-        backward only; 2 or more cost memory.
+    prefetch_units: gather this many units ahead. 0 leaves it to FSDP2, which gathers one ahead
+        in backward only; 2 or more cost memory.
     """
     refuse_meta_buffers(model)
     refuse_rounded_parameters(model)
@@ -149,6 +150,7 @@ def shard(
         reshard_after_forward=False,  # backward begins with the root
         offload_policy=on_host if model in offloaded else on_device,
     )
+    model.keeps_gathered = not reshard_after_forward  # for set_grad_sync
     # All ranks must reduce the same gradients. If a micro-batch leaves a parameter
     # without one on some rank (an expert that got no token), that rank contributes zeros.
     model.set_reduce_scatter_unused_params(True)
@@ -242,8 +244,8 @@ def find_units(model, blocks, min_params: int = 0):
     """The units, inner before outer: what several blocks share, an embedding larger than a
     block (in the root it would be gathered for the whole step), and the blocks.
 
-    With min_params, by FSDP1's size-based policy: any module with at least so many
-    parameters that are in no unit yet. Tied parameters stay in the root, since PyTorch
+    With min_params, by FSDP1's size-based policy: any module with at least that
+    many parameters that are in no unit yet. Tied parameters stay in the root, since PyTorch
     refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
     if not min_params:
@@ -491,9 +493,7 @@ def autocast(wrapped, device_type: str, dtype: torch.dtype):
     return torch.autocast(device_type, dtype, enabled=on)
 
 
-def set_grad_sync(
-    wrapped, is_last_micro_batch: bool, *, every: bool = True, keep_gathered: bool = False
-):
+def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
     """What the next backward will reduce; call it before each micro-batch's forward.
 
                         every=True                       every=False
@@ -503,8 +503,8 @@ def set_grad_sync(
     between the groups  all-reduce in the last           all-reduce in the last
     of hybrid sharding
 
-    keep_gathered: with reshard_after_forward=False, and every=False, keep parameters gathered
-        from one micro-batch to the next as well (ZeRO-1's traffic).
+    With every=False and reshard_after_forward=False parameters also stay gathered from one
+    micro-batch to the next (ZeRO-1's traffic).
     """
     sync = is_last_micro_batch or every
     if isinstance(wrapped, DistributedDataParallel):
@@ -513,8 +513,13 @@ def set_grad_sync(
         wrapped.set_requires_gradient_sync(sync)
         # Between the groups of hybrid sharding: once a step, however many micro-batches.
         wrapped.set_requires_all_reduce(is_last_micro_batch)
-        if keep_gathered and not every:
+        if wrapped.keeps_gathered and not every:
             wrapped.set_reshard_after_backward(is_last_micro_batch)
+
+
+def zero_grad(wrapped, optimizer):
+    """Forget the gradients. DDP's are views of its buckets and must stay there (see replicate)."""
+    optimizer.zero_grad(set_to_none=not isinstance(wrapped, DistributedDataParallel))
 
 
 def clip_grad_norm(wrapped, max_norm: float):
@@ -587,7 +592,7 @@ def gather_full(t):
     if ranks[0] > 0:
         return None  # the first group gathers; the others hold equal copies
     per_rank = math.ceil(len(t) / len(ranks))
-    # Each rank sends as many rows, so some of them are padding. They are sent from the
+    # All ranks must send equally many rows, so the last ones pad. They are sent from the
     # device: NCCL sends no host memory.
     own = t.to_local()
     rows = own.new_zeros(per_rank, *t.shape[1:], device=t.device_mesh.device_type)

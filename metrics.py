@@ -2,7 +2,7 @@
 What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
 wandb and TensorBoard if you ask for them.
 
-    flops = step_flops(meta_model(cfg), cfg, world)                  # for MFU
+    flops = step_flops(model, cfg, world)    # for MFU
     log = Log(cfg, world, saver.out_dir, saver.run_id, step, flops)  # no run_id: only print
     log.step(step, loss, norm, lr, scale, waited)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
@@ -10,6 +10,7 @@ wandb and TensorBoard if you ask for them.
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 """
 
+import copy
 import json
 import math
 import os
@@ -65,11 +66,11 @@ def peak_flops(device):
 
 def step_flops(model, cfg, world):
     """FLOPs of a step of all ranks, for MFU: 0 where the device's peak is not known. Counting
-    takes as long as several steps of a small model. model: on the meta device, and not the one
-    that will train, since its forward runs."""
+    takes as long as several steps of a small model. model: on the meta device."""
     if not peak_flops(world.device):
         return 0
-    return flops_per_token(model, world) * tokens_per_step(cfg)
+    # A copy, since its forward and backward run.
+    return flops_per_token(copy.deepcopy(model), world) * tokens_per_step(cfg)
 
 
 def tokens_per_step(cfg):

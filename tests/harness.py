@@ -89,8 +89,8 @@ import configurator  # noqa: E402
 import ranks  # noqa: E402
 import train  # noqa: E402
 from configurator import (  # noqa: E402
-    IN_GROUPS,
     STRATEGIES,
+    class_with,
     config_class,
     load_config,
     model_config,
@@ -424,16 +424,17 @@ def keys_of(model):
 
 # {strategy: (ranks on which it shows, keys)}, but for single
 WAYS = {}
-for name in STRATEGIES[1:]:
-    WAYS[name] = 2, dict(strategy=name)
-    if name in IN_GROUPS:
+for name, row in STRATEGIES.items():
+    if row.in_groups:
         WAYS[name] = 4, dict(strategy=name, shard_group_size=2)
+    elif name != "single":
+        WAYS[name] = 2, dict(strategy=name)
 
 
 def tiny(tmp, model="gpt2", **overrides):
     """The config of a small run on the toy data of the fixture `tmp`."""
     keys = {**keys_of(model), "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
-    return config_class(model)(model=model, **keys)
+    return class_with(config_class(model), keys)(**keys)
 
 
 def plain_gpt(model=GPT, seed=1337, **sizes):
@@ -495,6 +496,12 @@ def plain_training(cfg):
     noise = 1e-6 * max(size.max() for size in largest.values())
     counts = {name: size > noise for name, size in largest.items()}
     return losses, norms, dict(model.state_dict()), counts
+
+
+def started(cfg, world):
+    """(its final config, the Source of its values, whether it goes on), as train.train does."""
+    source, resumed = train.open_start(cfg, world)
+    return train.final_config(cfg, source, resumed, world), source, resumed
 
 
 def built(tmp, **overrides):

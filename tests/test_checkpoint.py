@@ -37,6 +37,7 @@ from harness import (
     resident,
     run_training,
     script,
+    started,
     steps,
     tiny,
     values,
@@ -254,7 +255,7 @@ def resumed(tmp, out, **overrides):
     given = load_config([f"--{key}={value}" for key, value in keys.items()]).given
     cfg = resolve(tiny(tmp, **keys), World())
     cfg.given = given
-    cfg, source, _ = train.start(cfg, World())
+    cfg, source, _ = started(cfg, World())
     return train.build(train.meta_model(cfg), cfg, World(), source)
 
 
