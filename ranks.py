@@ -92,7 +92,7 @@ def connect(group, device, gathers=False):
     before a minute of compiling. Gloo has connected already.
     gathers: also what gather_full uses, if rank 0 is in the group. (Muon connects its own.)
     """
-    if dist.get_backend(group) != "fake":  # extras/plan.py's ranks are not there to wait for
+    if dist.get_backend(group) != "fake":  # whose ranks are not there to wait for
         group.set_timeout(TIMEOUT)  # PyTorch would let hybrid_shard's wait for 30 minutes
     if "nccl" not in dist.get_backend_config(group):
         return

@@ -112,7 +112,9 @@ def tracked(cfg, world):
     world = replace(world, device=torch.device("cpu"))
     model = train.meta_model(cfg)
     with fake_group(world):
-        mesh = fsdp.make_mesh("cpu", cfg.shard_group_size) if STRATEGIES[cfg.strategy].sharded else None
+        mesh = None
+        if STRATEGIES[cfg.strategy].sharded:
+            mesh = fsdp.make_mesh("cpu", cfg.shard_group_size)
         with (FakeTensorMode(allow_non_fake_inputs=True),
               patch("model.explicit_is_faster", lambda *args: False),
               patch.object(F, "rms_norm", norm),
