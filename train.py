@@ -259,14 +259,12 @@ def open_source(cfg, world, key="init_from"):
 # ---------- one step, one evaluation ------------------------------------------
 
 
-def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
+def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
     """Accumulate, clip, update (all ranks): the loop of fsdp.py's header, with a learning
-    rate, seeds, targets that do not count, and float16's scale. `batch` is the step's first
-    micro-batch.
+    rate, seeds, targets that do not count, and float16's scale.
 
-    Returns this rank's loss, whose mean over ranks is the step's; the global norm of the
-    gradients before clipping; and the first micro-batch of step + 1. The first two are 0-d
-    tensors: reading them waits for the device.
+    Returns this rank's loss, whose mean over ranks is the step's, and the global norm of the
+    gradients before clipping. Both are 0-d tensors: reading them waits for the device.
     """
     accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches a rank
     for group in optimizer.param_groups:
@@ -280,7 +278,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         # drops does not depend on the world size.
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
-        x, y, weight = batch
+        x, y, weight = batches.get(step, micro)
         with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
             # Take the loss alone: a name for the logits would keep their memory.
             loss = wrapped(x, y)[1]
@@ -290,10 +288,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         loss = loss * weight / accumulation
         # Fetch the next micro-batch while the GPU is busy with this one. At the end of a
         # step that is logged it would be idle.
-        if is_last:
-            batch = batches.train(step + 1, 0)
-        else:
-            batch = batches.train(step, micro + 1)
+        batches.prefetch(step, micro)
         scaler.scale(loss).backward()
         step_loss += loss.detach()
     scaler.unscale_(optimizer)
@@ -303,7 +298,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     scaler.step(optimizer)
     scaler.update()
     fsdp.zero_grad(wrapped, optimizer)
-    return step_loss, norm, batch
+    return step_loss, norm
 
 
 def evaluate(wrapped, batches, cfg, world):
@@ -373,7 +368,6 @@ def train(cfg):
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     step = first_step
-    batch = batches.train(step, 0)
     overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
         saver.look()  # a save in the background may have failed
@@ -408,8 +402,7 @@ def train(cfg):
 
         # Else one optimizer step, during which the ranks exchange stop signals.
         stop.ask()
-        loss, norm, batch = train_step(
-            wrapped, optimizer, scaler, batches, batch, step, cfg, world)
+        loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         if step == first_step:
             checkpoint.flat_state(model, optimizer)  # SystemExit now if it could not be saved
         if scaler.is_enabled():

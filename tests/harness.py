@@ -478,7 +478,7 @@ def plain_training(cfg):
         total = 0.0
         for micro in range(cfg.gradient_accumulation_steps):
             torch.manual_seed(derive_seed(cfg.seed, step, micro))
-            loss = model(*batches.train(step, micro)[:2])[1] / cfg.gradient_accumulation_steps
+            loss = model(*batches.get(step, micro)[:2])[1] / cfg.gradient_accumulation_steps
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or 1e9)
@@ -519,10 +519,9 @@ def built(tmp, **overrides):
 def steps(run, first=0, n=1, scaler=None):
     """Its optimizer steps first .. first + n - 1; (loss, norm) of the last."""
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    batch = run.batches.train(first, 0)
     for step in range(first, first + n):
-        loss, norm, batch = train.train_step(run.wrapped, run.optimizer, scaler, run.batches,
-                                             batch, step, run.cfg, run.world)
+        loss, norm = train.train_step(
+            run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world)
     return loss.item(), norm.item()
 
 
