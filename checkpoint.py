@@ -131,14 +131,14 @@ def load(source, model, optimizer, world):
     if lacking and source.header["iter_num"]:
         print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
                       "train now; theirs starts anew")
-    fill(source, flat_state(model, optimizer), model.config, world)
+    load_tensors(source, flat_state(model, optimizer), model.config, world)
     if source.base:
         # LoRA's adapters. What they adapt is in another file, maybe of other parts too.
         own = {f"model.{name}": params[name].detach() for name in model.base_names}
-        fill(source.base, own, model.config, world)
+        load_tensors(source.base, own, model.config, world)
 
 
-def fill(source, tensors, config, world):
+def load_tensors(source, tensors, config, world):
     """Set tensors, {flat key: tensor}, from the source (all ranks)."""
     for key, t in tensors.items():
         require_shape(source, key, tuple(t.shape), config)
@@ -200,9 +200,12 @@ def write_ckpt_pt(path, flat, header):
 
 
 def open_full(path):
-    """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is damaged."""
-    if zipfile.ZipFile(path).testzip():  # torch.load compares no checksums
-        raise ValueError("damaged")
+    """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is damaged.
+    Of its checksums, which torch.load does not compare, this compares only that of the pickle:
+    then the header is right. `intact` compares the tensors'."""
+    with zipfile.ZipFile(path) as records:
+        [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
+        records.read(pickled)  # raises if it does not match its checksum
     try:
         # mmap: a tensor's bytes are read when it is used, so memory holds one at a time
         ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -349,11 +352,11 @@ class Source:
         return {**vars(self), "get": None}
 
 
-def weights_of(source):
-    """The source without optimizer state and at step 0: another run starts from it."""
+def weights_only(source):
+    """The source without optimizer state and at step 0, for another run to start from."""
     header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
-    run = source.header.get("run", "?")  # nanoGPT's have none
-    header["origin"] = f"step {source.header['iter_num']} of run {run}"
+    run_id = source.header.get("run", "?")  # nanoGPT's have none
+    header["origin"] = f"step {source.header['iter_num']} of run {run_id}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
     return replace(source, header=header, shapes=shapes)
 
@@ -364,8 +367,9 @@ def find(out_dir, world):
     A damaged one is named and passed over; SystemExit if all of them are damaged."""
     sources, problems = from_rank0(world, lambda: open_all(out_dir))
     while sources and not intact(sources[0], world):
-        problems.append(f"{sources[0].path}: damaged, or not visible to every rank")
-        del sources[0]
+        source = sources.pop(0)
+        reason = "damaged, or not visible to every rank" if source.sharded else "damaged"
+        problems.append(f"{source.path}: {reason}")
     remedy = "move it away, or pass another out_dir"
     if problems and not sources:
         raise SystemExit(f"{problems[0]}; {remedy}")
@@ -411,7 +415,10 @@ def is_milestone(step, cfg):
 
 
 def intact(source, world):
-    """Do a sharded one's files match their checksums? Each rank reads some (all ranks)."""
+    """True if all bytes match their checksums (all ranks): rank 0 reads a full one, and of a
+    sharded one each rank reads some files."""
+    if not source.sharded:
+        return from_rank0(world, lambda: zip_is_intact(source.path))
     files = source.header.get("files", {})
     good = True
     for name in sorted(files)[world.rank::world.size]:
@@ -419,6 +426,14 @@ def intact(source, world):
         good = good and os.path.exists(path) and checksum(path) == files[name]
     good_ranks = all_reduce_mean_(torch.tensor(float(good)), world, patient=True)
     return good_ranks == 1
+
+
+def zip_is_intact(path):
+    try:
+        with zipfile.ZipFile(path) as records:
+            return records.testzip() is None
+    except Exception:  # of a damaged zip it raises almost anything
+        return False
 
 
 # ---------- the owner of a run's directory ------------------------------------

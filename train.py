@@ -243,7 +243,7 @@ def open_source(cfg, world, key="init_from"):
     own = cfg.init_from in ("resume", "auto")
     source = checkpoint.find(cfg.out_dir if own else cfg.init_from, world)
     if source and not own:
-        source = checkpoint.weights_of(source)
+        source = checkpoint.weights_only(source)
     if not source and not own:
         huggingface = extra("huggingface", wanted_by=f"{key}={cfg.init_from}")
         source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key))
