@@ -358,8 +358,9 @@ def train(cfg):
     cfg = configurator.resolve(cfg, world)
     from_rank0(world, lambda: require_packages(cfg))  # no other rank logs
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
-    saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
-    saver.lock()
+    directory = checkpoint.RunDirectory(cfg.out_dir)
+    if not cfg.eval_only:
+        from_rank0(world, directory.lock)
     cfg, source, resumed = start(cfg, world)
     first_step = source.header["iter_num"] if resumed else 0
     best_val_loss = source.header["best_val_loss"] if resumed else 1e9
@@ -373,10 +374,12 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    saver.claim(cfg, source, resumed)
+    run_id = None  # eval_only leaves the directory as it is
+    if not cfg.eval_only:
+        run_id = from_rank0(world, lambda: directory.claim(source, resumed))
+    log = Log(cfg, world, directory.path, run_id, first_step, flops)
+    saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
     del source  # unmap the file: it may be replaced, and would keep its disk space
-    log = Log(cfg, world, saver.out_dir, saver.run_id, first_step, flops)
-    saver.report = log.saved
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -384,7 +387,7 @@ def train(cfg):
     batch = batches.train(step, 0)
     overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
-        saver.look()  # a save in the background may have failed
+        saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
@@ -406,7 +409,7 @@ def train(cfg):
                 best_val_loss = min(best_val_loss, losses["val"])
 
         # Due? Save.
-        if step > first_step and saver.is_due(step, evaluated, improved):
+        if step > first_step and checkpoint.is_due(cfg, step, evaluated, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 
