@@ -2,8 +2,8 @@
 What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
 wandb and TensorBoard if you ask for them.
 
-    flops = step_flops(model, cfg, world)    # for MFU
-    log = Log(cfg, world, saver.out_dir, saver.run_id, step, flops)  # no run_id: only print
+    flops = step_flops(model, cfg, world)                # for MFU
+    log = Log(cfg, world, out_dir, run_id, step, flops)  # no run_id: only print
     log.step(step, loss, norm, lr, scale, waited)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
 

@@ -241,7 +241,7 @@ def open_source(cfg, world, key="init_from"):
     own = cfg.init_from in ("resume", "auto")
     source = checkpoint.find(cfg.out_dir if own else cfg.init_from, world)
     if source and not own:
-        source = checkpoint.weights_of(source)
+        source = checkpoint.weights_only(source)
     if not source and not own:
         huggingface = extra("huggingface", wanted_by=f"{key}={cfg.init_from}")
         source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key))
@@ -344,12 +344,13 @@ def train(cfg):
     cfg = configurator.resolve(cfg, world)
     from_rank0(world, lambda: require_packages(cfg))  # no other rank logs
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
-    saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
-    saver.lock()
+    directory = checkpoint.RunDirectory(cfg.out_dir)
+    if not cfg.eval_only:
+        from_rank0(world, directory.lock)
     source, resumed = open_start(cfg, world)
     cfg = final_config(cfg, source, resumed, world)
-    first_step = source.header["iter_num"] if resumed else 0
-    best_val_loss = source.header["best_val_loss"] if resumed else 1e9
+    first_step = source.header["iter_num"] if source else 0
+    best_val_loss = source.header["best_val_loss"] if source else 1e9
     model = meta_model(cfg)
     flops = step_flops(model, cfg, world)
     batches = Batches(cfg, world)
@@ -360,17 +361,19 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    saver.claim(cfg, source, resumed)
-    del source  # unmap the file: it may be replaced, and would keep its disk space
-    log = Log(cfg, world, saver.out_dir, saver.run_id, first_step, flops)
-    saver.report = log.saved
+    run_id = None  # eval_only leaves the directory as it is
+    if not cfg.eval_only:
+        run_id = from_rank0(world, lambda: directory.claim(source, resumed))
+    log = Log(cfg, world, directory.path, run_id, first_step, flops)
+    saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
+    source = None  # unmap the file: it may be replaced, and would keep its disk space
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     step = first_step
     overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
-        saver.look()  # a save in the background may have failed
+        saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
@@ -392,7 +395,7 @@ def train(cfg):
                 best_val_loss = min(best_val_loss, losses["val"])
 
         # Due? Save.
-        if step > first_step and saver.is_due(step, evaluated, improved):
+        if step > first_step and checkpoint.is_due(cfg, step, evaluated, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 
@@ -404,7 +407,7 @@ def train(cfg):
         stop.ask()
         loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         if step == first_step:
-            checkpoint.flat_state(model, optimizer)  # SystemExit now if it could not be saved
+            checkpoint.require_saveable(model, optimizer)  # not only when a save is due
         if scaler.is_enabled():
             overflows += ~norm.isfinite()  # on the device: reading it would wait
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:

@@ -334,8 +334,10 @@ def test_cuda_broadcasts_do_not_queue_ahead_of_rank_0s_disk():
 def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     """A new thread's device is GPU 0, whatever its rank's is. Here it is as if there were one."""
     run = built(tmp, checkpoint="sharded", out_dir=f"{tmp}/writer")
-    saver = checkpoint.Saver(run.cfg.out_dir, run.world)
-    saver.claim(run.cfg, None)
+    directory = checkpoint.RunDirectory(run.cfg.out_dir)
+    run_id = directory.claim(None)
+    saver = checkpoint.Saver(
+        directory.path, run_id, run.cfg, run.world, None, False, lambda *times: None)
     scaler, Serial = torch.amp.GradScaler("cpu", enabled=False), filesystem._SerialCpuLoader
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(filesystem, "_OverlappingCpuLoader") as on_gpu,
