@@ -183,8 +183,9 @@ def make_optimizer(model, cfg):
 
 
 def open_start(cfg, world):
-    """(the Source of the run's values, None for initial ones; True if the run goes on where the
-    Source ended, False if it takes the weights alone) (all ranks)."""
+    """Open the run's starting point (all ranks). Returns (source, resumed): the Source of its
+    values, None for initial ones; and True if the run continues the Source's own, False if it
+    only takes the weights."""
     source = open_source(cfg, world)
     resumed = source is not None and cfg.init_from in ("resume", "auto")
     if source is None and cfg.init_from == "resume":
@@ -207,7 +208,7 @@ def final_config(cfg, source, resumed, world):
     does not fit them; a resumed run is told of other differences."""
     if source is None:
         return with_vocabulary(cfg)
-    # nanoGPT's checkpoints, and those of Hugging Face, lack these keys.
+    # The defaults for nanoGPT's and Hugging Face's checkpoints, which lack these keys.
     theirs = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}
     sizes = source.header["model_args"]
     # A run that begins takes its own context if that is shorter: it saves memory.
@@ -218,7 +219,7 @@ def final_config(cfg, source, resumed, world):
             configurator.refuse("optimizer", cfg.optimizer, theirs["optimizer"], source.path)
         changed = configurator.differences({**theirs, **sizes}, cfg)
         if changed:
-            print0(world, f"this run differs from that of {source.path}: {', '.join(changed)}")
+            print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
     return cfg
 
 
@@ -234,8 +235,9 @@ def with_vocabulary(cfg):
 
 
 def open_source(cfg, world, key="init_from"):
-    """What cfg.init_from names, opened; None for scratch, or if there is no checkpoint. If it
-    holds adapters, what they adapt is opened too (all ranks). key: who says that name."""
+    """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
+    there is no checkpoint. If it holds an adapter, its base is opened too.
+    key: where the name comes from, for the error."""
     if cfg.init_from == "scratch":
         return None
     own = cfg.init_from in ("resume", "auto")
@@ -274,8 +276,8 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
         is_last = micro == accumulation - 1
         # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
         fsdp.set_grad_sync(wrapped, is_last, every=cfg.grad_sync == "every")
-        # Dropout's seed: this micro-batch's number in the whole step, so that what it
-        # drops does not depend on the world size.
+        # Dropout's seed: this micro-batch's number in the whole step, so that its masks do
+        # not depend on the world size.
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
         x, y, weight = batches.get(step, micro)
