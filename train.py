@@ -379,7 +379,7 @@ def train(cfg):
         run_id = from_rank0(world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, flops)
     saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
-    del source  # unmap the file: it may be replaced, and would keep its disk space
+    source = None  # unmap the file: it may be replaced, and would keep its disk space
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
