@@ -512,7 +512,7 @@ class RunDirectory:
     def __init__(self, out_dir):
         # Absolute, as the directory may be a link, or the one that we are in.
         self.path = os.path.realpath(out_dir)
-        self.lock_file = None
+        self.lock_file = None  # the lock holds as long as this file is open
 
     def lock(self):
         """Keep other runs out until this process ends, if the directory exists. The lock is on
