@@ -1,22 +1,23 @@
 """
-Checkpoints: what a run leaves on disk, and how another run picks it up.
+Checkpoints: a run saves its state, and another run, at any world size, picks it up.
 
-    out_dir/ckpt.pt     full, in nanoGPT's layout, for nanoGPT too
-    out_dir/last.pt     the newest, where ckpt.pt is the best (always_save_checkpoint=False)
-    out_dir/step-<n>/   sharded: every rank has written its rows
-    out_dir/best        a link to the best of these, with always_save_checkpoint=False
-    out_dir/step-<n>.pt a full one that stays, by keep_every
+    out_dir/ckpt.pt      full: one file in nanoGPT's layout, which nanoGPT can read
+    out_dir/last.pt      the newest full one, if ckpt.pt is the best (always_save_checkpoint=False)
+    out_dir/step-<n>.pt  a full one that is never removed (keep_every)
+    out_dir/step-<n>/    sharded: every rank has written its rows
+    out_dir/best         a link to the best sharded one, with always_save_checkpoint=False
 
     python checkpoint.py full out-x    # out-x's newest checkpoint, sharded, as out-x/ckpt.pt
 
-Any strategy and world size reads both. A state is flat, {"model.<name>": tensor,
-"exp_avg.<name>": tensor, ...}, with a header of plain values.
+Any strategy at any world size reads both kinds. In memory a state is flat,
+{"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of plain values.
 
-A full one: rank 0 gathers it, tensor by tensor, into its host memory. Then it writes
+Full: rank 0 gathers the state into its host memory, tensor by tensor. Then it writes
 ckpt.pt.tmp, syncs it, and renames it.
-A sharded one: all ranks write and sync their rows, then rank 0 writes header.json, with the
-checksums of all files. It makes the directory complete. So a kill at any moment leaves the
-last complete checkpoint. Nothing in a checkpoint can run code.
+Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the checksums
+of all files, which makes the directory a checkpoint.
+So a kill at any moment leaves the last complete checkpoint. Nothing in a checkpoint can run
+code.
 """
 
 import json
@@ -106,8 +107,8 @@ def require_saveable(model, optimizer):
 
 
 def without_float8_wrapper(t):
-    """t without the wrapper that torchao puts around a float8 parameter's rows, where FSDP2
-    finds what to gather. Files hold plain fp32."""
+    """t without the wrapper that torchao puts around a float8 parameter's rows, so that FSDP2
+    gathers them in float8. Files hold plain fp32."""
     rows = getattr(t, "_local_tensor", None)
     if not hasattr(rows, "fsdp_pre_all_gather"):
         return t
@@ -116,12 +117,12 @@ def without_float8_wrapper(t):
 
 
 def require_finite_state(tensors, world, step):
-    """SystemExit on all ranks if any number of any rank is NaN or infinite (collective)."""
+    """SystemExit on all ranks if any rank has a NaN or an infinity (collective)."""
     norms = []
     for t in tensors.values():
         rows = t.to_local() if isinstance(t, DTensor) else t
         norms.append(rows.float().norm(1).to(world.device))
-    # To the host once, since that waits for the GPU. NaN and infinity outlast a mean.
+    # One copy to the host, since it waits for the GPU. A mean keeps NaN and infinity.
     norms = all_reduce_mean_(torch.stack(norms).cpu(), world)
     for key, norm in zip(tensors, norms):
         if not norm.isfinite():
@@ -131,8 +132,8 @@ def require_finite_state(tensors, world, step):
 
 
 def load(source, model, optimizer, world):
-    """Set the weights, and the state that the optimizer has allocated (all ranks).
-    optimizer: None for the weights alone."""
+    """Set the weights, and the state that the optimizer has allocated, from the source (all
+    ranks). optimizer: None for the weights alone."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for key in source.shapes:
         if key.partition(".")[2] not in params:
@@ -174,8 +175,8 @@ def load_tensors(source, tensors, config, world):
 
 
 def require_shape(source, key, ours, config):
-    """A table with a row for each position may be longer than this run's context; else all
-    shapes are the checkpoint's."""
+    """SystemExit if the model's shape, `ours`, is not the checkpoint's. Only a table with a row
+    for each position may be longer there than this run's context."""
     theirs = source.shapes.get(key)
     if theirs == ours:
         return
@@ -186,8 +187,9 @@ def require_shape(source, key, ours, config):
             return
         if is_of_positions:
             raise SystemExit(
-                f"block_size={ours[0]} is shorter than that of {source.path}, {theirs[0]}, and "
-                "only a full checkpoint can be shortened; run python checkpoint.py full OUT_DIR")
+                f"block_size={ours[0]} is shorter than block_size={theirs[0]} of {source.path}, "
+                "and only a full checkpoint can be shortened; run python checkpoint.py full "
+                "OUT_DIR")
     raise SystemExit(
         f"{source.path} is of another model: {key} is {theirs or 'missing'}, not {ours}")
 
@@ -196,7 +198,8 @@ def require_shape(source, key, ours, config):
 
 
 def write_ckpt_pt(path, flat, header):
-    """nanoGPT's layout: 'model' by name, 'optimizer' by number, the header beside them."""
+    """Write nanoGPT's layout: weights by name, optimizer state by number, and the header's
+    values beside them."""
     weights = {}
     state = {}
     for key, tensor in flat.items():
@@ -217,13 +220,13 @@ def write_ckpt_pt(path, flat, header):
 
 def open_full(path):
     """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is damaged.
-    Of its checksums, which torch.load does not compare, this compares only that of the pickle:
-    then the header is right. `intact` compares the tensors'."""
+    torch.load compares no checksums. Here the pickle is compared with its own, so the header is
+    right; `intact` compares the tensors."""
     with zipfile.ZipFile(path) as records:
         [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
-        records.read(pickled)  # raises if it does not match its checksum
+        records.read(pickled)  # raises if its checksum is wrong
     try:
-        # mmap: a tensor's bytes are read when it is used, so memory holds one at a time
+        # mmap: a tensor's bytes are read when it is used, so memory holds one at a time.
         ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:  # whose text says how to run what is in the file
         raise ValueError("it has more in it than tensors and plain values, or is damaged")
@@ -324,7 +327,7 @@ def remove_sharded(path):
 
 
 def open_sharded(path):
-    """The Source of a directory. Its rows are not yet compared with their checksums."""
+    """The Source of a directory. `intact` compares its rows with their checksums."""
     header = read_header(path)
     if checksum(os.path.join(path, ".metadata")) != header["files"][".metadata"]:
         raise ValueError("its .metadata is damaged")
@@ -356,13 +359,13 @@ def read_sharded(path, tensors, group=None):
 
 
 class Writer(dcp.FileSystemWriter):
-    """PyTorch's, which on a full disk says what the system has said."""
+    """PyTorch's writer, but on a full disk it raises the system's error."""
 
     def write_data(self, *args):
         try:
             return super().write_data(*args)
         except RuntimeError as e:
-            raise reason(e)  # here, since the other ranks get an exception without its context
+            raise root_cause(e)  # here: what other ranks receive has lost its context
 
 
 class MetadataReader(dcp.FileSystemReader):
@@ -381,13 +384,13 @@ class MetadataUnpickler(SafeUnpickler):
 
 class AnyProperties(TensorProperties):
     """A tensor's properties as any version of PyTorch has written them: 2.13 writes 5 of them,
-    and 2.15 one more, which 2.13's own class does not take. We need the first."""
+    2.15 one more, which 2.13's own class does not take. We need the first, the dtype."""
 
     def __setstate__(self, state):
         self.dtype = state[0]
 
 
-# Not BytesStorageMetadata: PyTorch would unpickle what such an entry stands for.
+# Without BytesStorageMetadata: PyTorch would unpickle the bytes of such an entry.
 DESCRIBES_TENSORS = {
     "torch": "Size bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
     "torch.serialization": "_get_layout",
@@ -421,7 +424,7 @@ class Source:
     sharded: bool = False
     base: object = None  # the Source of what this one's adapters adapt
 
-    def __getstate__(self):  # what the other ranks receive: they have no file open
+    def __getstate__(self):  # the other ranks, to which rank 0 sends it, have no file open
         return {**vars(self), "get": None}
 
 
@@ -447,10 +450,10 @@ def on_base(base, init_from):
 
 def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all ranks).
-    out_dir may also be a checkpoint itself, and then it is that one.
+    out_dir may also be a checkpoint itself.
     A damaged one is named and passed over; SystemExit if all of them are damaged."""
     sources, problems = from_rank0(world, lambda: open_all(out_dir))
-    while sources and not intact(sources[0], world):
+    while sources and not intact(sources[0], world):  # reads the newest, and seldom another
         source = sources.pop(0)
         reason = "damaged, or not visible to every rank" if source.sharded else "damaged"
         problems.append(f"{source.path}: {reason}")
@@ -464,8 +467,8 @@ def find(out_dir, world):
 
 
 def open_all(out_dir):
-    """([Source], newest first, of the same step a full one first; [what is wrong with those
-    that cannot be opened])."""
+    """Open all checkpoints, which reads only their headers. Returns ([Source], newest first, a
+    full one before a sharded one of the same step; [a line about each that is not readable])."""
     sources = []
     problems = []
     names = ("ckpt.pt", "last.pt", *complete_steps(out_dir))
@@ -521,12 +524,12 @@ def zip_is_intact(path):
 class RunDirectory:
     """out_dir, where one run at a time may write. A run locks it before it chooses a
     checkpoint, and claims it once every check has passed: a run that is refused leaves
-    everything as it was. Only rank 0 calls the methods."""
+    everything as it was. Of several ranks only rank 0 calls the methods."""
 
     def __init__(self, out_dir):
         # Absolute, as the directory may be a link, or the one that we are in.
         self.path = os.path.realpath(out_dir)
-        self.lock_file = None
+        self.lock_file = None  # the lock holds as long as this file is open
 
     def lock(self):
         """Keep other runs out until this process ends, if the directory exists. The lock is on
@@ -609,11 +612,10 @@ def remove_older(path, best, cfg):
 
 
 class Saver:
-    """Writes a run's checkpoints: a full one before `save` returns, a sharded one in the
-    background. `poll` in each step reports a save that has ended, `finish` waits for the last
-    one (all ranks call all methods).
-    report: function of (step, seconds, seconds that training was blocked), called after each
-    save that has succeeded."""
+    """Writes a run's checkpoints, a full one at once and a sharded one in the background.
+    All ranks call its methods: `save` when one is due, `poll` in each step, `finish` at the end.
+    report: function of (step, seconds, seconds in which training was blocked), called when a
+    save has succeeded."""
 
     def __init__(self, out_dir, run_id, cfg, world, source, resumed, report):
         self.out_dir = out_dir
@@ -625,20 +627,24 @@ class Saver:
         before = source.header if source else {}
         self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
         self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))
-        self.best = source.header.get("best") if resumed else None  # name of the best sharded one
-        self.newest = source.header["iter_num"] if resumed else None  # step that a resume finds
-        self.failed = False  # True if the last save that has ended did
+        self.best = None  # name of the best sharded checkpoint
+        self.newest = None  # step of the newest one, full or sharded
+        if resumed:
+            self.best = source.header.get("best")
+            self.newest = source.header["iter_num"]
+        self.failed = False  # True if the last save that has ended has failed
         self.background = futures.ThreadPoolExecutor(1)
         self.saving = None  # the future of a save in the background, until it is reported
-        self.times = None  # of that save: its step, when it began, seconds of blocked training
+        self.times = None  # that save's step, start, and seconds in which it blocked training
         self.group = None
         if dist.is_initialized():
-            # Its collectives must not mix with training's, and wait for the slowest disk.
+            # Collectives in the background must not mix with training's. And ranks may wait
+            # for long for the slowest disk.
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def require_finite(self, loss, what, step):
-        """SystemExit if it is not. All ranks have the same loss, so all of them stop, and none
-        saves."""
+        """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so all of them
+        stop, and none saves."""
         if math.isfinite(loss):
             return
         self.wait()  # the save in the background is of an earlier step, and good
@@ -689,8 +695,7 @@ class Saver:
         self.times = step, start, time.perf_counter() - start
 
     def save_full(self, path, name, flat, header):
-        """Rank 0 writes out_dir/<name>. A milestone gets the name path.pt too, which no later
-        one takes. Returns the finish time."""
+        """Rank 0 writes out_dir/<name>; a milestone is path.pt too. Returns the finish time."""
         def write():
             full = os.path.join(self.out_dir, name)
             if is_milestone(header["iter_num"], self.cfg):
@@ -728,9 +733,9 @@ class Saver:
             self.conclude(saving.result, *self.times)
 
     def conclude(self, finish, step, start, blocked=None):
-        """finish() returns the time at which the save was complete. If it raises CannotWrite, a
-        line says so, and the run goes on: the next save tries again.
-        blocked: seconds that training was blocked; None if until the end."""
+        """Report how a save has ended. finish() returns its finish time. If it raises
+        CannotWrite, a line says so, and the run goes on: the next save tries again.
+        blocked: seconds in which training was blocked; None for the whole time."""
         self.failed = True
         try:
             end = finish()
@@ -759,13 +764,15 @@ class Saver:
 
 
 def write_atomically(path, write):
-    """Write path by write(file). A kill or a full disk leaves what was there before."""
+    """Call write(file) for a new file, and give it the name `path` once it is on the disk. A
+    kill or a full disk leaves the file that was there before."""
     tmp = path + ".tmp"
     with writing(path):
         try:
             with open(tmp, "wb") as f:
                 write(f)
-            sync(tmp)
+                f.flush()
+                os.fsync(f.fileno())
             os.replace(tmp, path)
             sync(os.path.dirname(path) or ".")  # the rename itself
         finally:
@@ -792,21 +799,21 @@ def sync(path):
 
 
 class CannotWrite(SystemExit):
-    """A failed write, in one line. A later one may succeed."""
+    """A write has failed: one line. A later one may succeed."""
 
 
 @contextmanager
 def writing(path):
-    """A failure to write inside is a CannotWrite."""
+    """Raise CannotWrite if the block cannot write."""
     try:
         yield
     except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
-        raise cannot_write(path, reason(e))
+        raise cannot_write(path, root_cause(e))
 
 
-def reason(e):
-    """The OSError that e came from, if any: after one torch.save fails again as it closes its
-    file, and says only "unexpected pos"."""
+def root_cause(e):
+    """The OSError that led to e, or else e. After an OSError torch.save fails again as it closes
+    its file, and then says only "unexpected pos"."""
     cause = e
     while cause and not isinstance(cause, OSError):
         cause = cause.__context__
