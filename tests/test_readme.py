@@ -71,7 +71,6 @@ def test_readme_pages_of_the_core_do_not_need_extras():
     for page in pages():
         text = read(page).replace("](#in-extras)", "]")
         assert "extras" not in text, page
-    assert read(EXTRAS).count("## In extras/") == 1
 
 
 def test_readme_ruff_passes():
