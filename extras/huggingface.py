@@ -185,6 +185,7 @@ def open_adapter(path, safe_open):
         if not base:
             raise ValueError("base_model_name_or_path is empty: write the base's there")
         lora = dict(
+            adapter="lora",
             lora_rank=theirs["r"],
             lora_alpha=float(theirs["lora_alpha"]),
             lora_targets=rf"\.({'|'.join(layers_of(shapes))})$",

@@ -14,9 +14,8 @@ A checkpoint has the adapters and their moments alone, and names the base in its
 """
 
 import math
-import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +23,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from model import derive_seed
+
+
+@dataclass
+class AdapterConfig:
+    lora_rank: int = 16  # rows of lora_A, columns of lora_B
+    lora_alpha: float = 32.0  # what the adapters add is scaled by lora_alpha / lora_rank
+    lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'; empty: all
+
+    def __post_init__(self):
+        if self.lora_rank < 1:
+            raise ValueError(
+                f"lora_rank={self.lora_rank} must be at least 1; to train without adapters pass "
+                "--adapter=")
 
 
 class LoRALinear(nn.Linear):
@@ -34,9 +46,9 @@ class LoRALinear(nn.Linear):
         return y + F.linear(small, self.lora_B.to(x.dtype))
 
 
-def adapt(model, cfg, dtype):
+def adapt(model, cfg, frozen_dtype):
     """Freeze the model, and put adapters beside its linear layers, in place. It must be on
-    the meta device. dtype: to keep the frozen parameters in."""
+    the meta device. frozen_dtype: to keep the frozen parameters in."""
     named = dict(model.named_parameters())
     for module in targets(model, cfg.lora_targets).values():
         # No wrapper: it would change the names of the base's parameters.
@@ -48,8 +60,8 @@ def adapt(model, cfg, dtype):
         module.lora_B = nn.Parameter(torch.empty(out, cfg.lora_rank, device=device))
     for p in named.values():
         p.requires_grad_(False)
-        p.data = p.data.to(dtype)
-    # What checkpoints leave out. No set: ranks fill these in turn, in an order that all share.
+        p.data = p.data.to(frozen_dtype)
+    # Checkpoints leave these out. No set: ranks fill them in turn, in an order that all share.
     model.base_names = tuple(named)
     model.initial_value = partial(initial_value, model.initial_value)
 
@@ -84,25 +96,3 @@ def initial_value(of_base, name, shape, seed):
         bound = 1 / math.sqrt(shape[1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     return of_base(name, shape, seed)
-
-
-# ---------- where values come from --------------------------------------------
-
-
-def begin(base, model, cfg):
-    """The Source of a run that begins on the Source `base`: it has the adapters' initial
-    values."""
-    shapes = {}
-    for name, p in model.named_parameters():
-        if name not in model.base_names:
-            shapes[f"model.{name}"] = tuple(p.shape)
-
-    def get(key):
-        return model.initial_value(key.removeprefix("model."), shapes[key], cfg.seed)
-
-    where = cfg.init_from
-    if os.path.isdir(where):
-        where = os.path.abspath(where)  # a later run may start in another directory
-    origin = base.header.get("origin")  # none of Hugging Face's
-    header = {**base.header, "base": where, "base_origin": origin}
-    return replace(base, header=header, shapes=shapes, get=get, sharded=False, base=base)

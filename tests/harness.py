@@ -89,8 +89,8 @@ import configurator  # noqa: E402
 import ranks  # noqa: E402
 import train  # noqa: E402
 from configurator import (  # noqa: E402
-    IN_GROUPS,
     STRATEGIES,
+    class_with,
     config_class,
     load_config,
     model_config,
@@ -424,16 +424,17 @@ def keys_of(model):
 
 # {strategy: (ranks on which it shows, keys)}, but for single
 WAYS = {}
-for name in STRATEGIES[1:]:
-    WAYS[name] = 2, dict(strategy=name)
-    if name in IN_GROUPS:
+for name, row in STRATEGIES.items():
+    if row.in_groups:
         WAYS[name] = 4, dict(strategy=name, shard_group_size=2)
+    elif name != "single":
+        WAYS[name] = 2, dict(strategy=name)
 
 
 def tiny(tmp, model="gpt2", **overrides):
     """The config of a small run on the toy data of the fixture `tmp`."""
     keys = {**keys_of(model), "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
-    return config_class(model)(model=model, **keys)
+    return class_with(config_class(model), keys)(**keys)
 
 
 def plain_gpt(model=GPT, seed=1337, **sizes):
@@ -477,7 +478,7 @@ def plain_training(cfg):
         total = 0.0
         for micro in range(cfg.gradient_accumulation_steps):
             torch.manual_seed(derive_seed(cfg.seed, step, micro))
-            loss = model(*batches.train(step, micro)[:2])[1] / cfg.gradient_accumulation_steps
+            loss = model(*batches.get(step, micro)[:2])[1] / cfg.gradient_accumulation_steps
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or 1e9)
@@ -497,6 +498,12 @@ def plain_training(cfg):
     return losses, norms, dict(model.state_dict()), counts
 
 
+def started(cfg, world):
+    """(its final config, the Source of its values, whether it goes on), as train.train does."""
+    source, resumed = train.open_start(cfg, world)
+    return train.final_config(cfg, source, resumed, world), source, resumed
+
+
 def built(tmp, **overrides):
     """A run on these ranks, before its first step: world, cfg, what to call, the model, its
     optimizer, batches."""
@@ -512,10 +519,9 @@ def built(tmp, **overrides):
 def steps(run, first=0, n=1, scaler=None):
     """Its optimizer steps first .. first + n - 1; (loss, norm) of the last."""
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    batch = run.batches.train(first, 0)
     for step in range(first, first + n):
-        loss, norm, batch = train.train_step(run.wrapped, run.optimizer, scaler, run.batches,
-                                             batch, step, run.cfg, run.world)
+        loss, norm = train.train_step(
+            run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world)
     return loss.item(), norm.item()
 
 

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import train
-from configurator import SHARDED
+from configurator import STRATEGIES
 
 SELECTIVE = dict(activation_checkpointing="selective")
 FULL = dict(activation_checkpointing="full", loss_chunks=3)
@@ -115,7 +115,7 @@ def test_compile_one_graph_for_all_blocks_and_one_for_the_loss(results, name):
     assert graphs[0] == graphs[1]  # nothing is compiled again
     if keys.get("wrap_min_params"):  # FSDP's hooks inside the blocks cut them into pieces
         assert graphs[0] == 7
-    elif keys["strategy"] in SHARDED:
+    elif STRATEGIES[keys["strategy"]].sharded:
         # Of blocks: a frozen one, the first one that trains, one whose input needs a gradient.
         kinds = 3 if "freeze" in keys else 1
         assert graphs[0] == kinds + 1 and breaks == 0

@@ -23,6 +23,7 @@ from harness import (
     read_ckpt,
     refused,
     run_training,
+    started,
     values,
 )
 
@@ -240,7 +241,7 @@ def test_weights_of_ones_own_module_become_a_checkpoint(tmp, models, monkeypatch
     exec(compile(code, "docs/migration.md", "exec"), {})
 
     flags = ("--init_from=out-mine", f"--dataset={tmp}/toy", "--device=cpu", "--compile=False")
-    cfg, source, resumed = train.start(resolve(load_config(flags), World()), World())
+    cfg, source, resumed = started(resolve(load_config(flags), World()), World())
     assert cfg.model == "mine" and not resumed
     ours, _ = train.build(train.meta_model(cfg), cfg, World(), source)
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Ranks, arguments, launch, read_ckpt, refused, tiny, trained
+from harness import Ranks, arguments, launch, read_ckpt, refused, started, tiny, trained
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -201,7 +201,7 @@ def test_damage_of_a_full_one_falls_back_to_what_lies_beside_it(sound, out):
 def resumed(tmp, out):
     """The model and optimizer that a run with init_from=resume begins with."""
     cfg = resolve(tiny(tmp, out_dir=str(out), init_from="resume"), World())
-    cfg, source, _ = train.start(cfg, World())
+    cfg, source, _ = started(cfg, World())
     return train.build(train.meta_model(cfg), cfg, World(), source)
 
 

@@ -22,6 +22,7 @@ from harness import (
     plain_gpt,
     plain_training,
     refused,
+    started,
     steps,
     tiny,
     values,
@@ -220,7 +221,7 @@ def test_without_masks_every_number_is_that_of_the_mean_of_means(tmp, tmp_path):
     model = plain_gpt(block_size=15)
     total = torch.zeros(())
     for micro in range(9):
-        x, y, _ = run.batches.train(0, micro)
+        x, y, _ = run.batches.get(0, micro)
         loss = model(x, y)[1] / 9
         loss.backward()
         total += loss.detach()
@@ -250,7 +251,7 @@ def test_a_step_is_that_of_transformers_trainer(masked, tmp_path):
     left_out = ("--n_", "--bias", "--dropout", "--vocab", "--model")  # they are the file's
     argv = [arg for arg in argv if not arg.startswith(left_out)]
     argv += [f"--init_from={tmp_path}/hf", "--decay_lr=False", "--weight_decay=0.0"]
-    cfg, source, _ = train.start(resolve(load_config(argv), world), world)
+    cfg, source, _ = started(resolve(load_config(argv), world), world)
     wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
     run = SimpleNamespace(world=world, cfg=cfg, wrapped=wrapped, optimizer=optimizer,
                           batches=loader.Batches(cfg, world))

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config, resolve
+from configurator import STRATEGIES, load_config, resolve
 from extras.plan import timing
 from extras.plan.picture import check_plot, draw, print_events
 from extras.plan.rehearse import KINDS, rehearse
@@ -130,7 +130,7 @@ def place(cfg, size, machine):
         gradient_accumulation_steps=micro_batches * size,
         compile=False,  # fake tensors run eagerly
     )
-    if cfg.strategy not in IN_GROUPS:
+    if not STRATEGIES[cfg.strategy].in_groups:
         keys["shard_group_size"] = 0  # another row may need it
     if cfg.dtype == "auto" and device.type == "cuda":
         keys["dtype"] = "bfloat16"  # the best of today's GPUs; none is here to ask
@@ -358,7 +358,7 @@ def print_more_gpus(rows, cfg, machine):
             except SystemExit:
                 continue  # the groups of hybrid_shard do not divide them
             group = placed.shard_group_size
-            has_fewer_rows = placed.strategy in SHARDED and not group
+            has_fewer_rows = STRATEGIES[placed.strategy].sharded and not group
             program = timing.grown(row["program"], size / first, group, has_fewer_rows)
             more = times(program, placed, size, machine)
             rates[size] = size * more["tok/s"]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import permutations
 from statistics import mean, median
 
-from configurator import SHARDED, load_config
+from configurator import STRATEGIES, load_config
 from extras import plan
 from extras.plan import timing
 from extras.plan.rehearse import rehearse
@@ -138,7 +138,7 @@ def predicted(row, products=None):
     seconds, waited = [], []
     for depth in (2, 4):
         program, cfg, size = rehearsed(depth, min(micro_batches, 2), *same)
-        sharded = cfg.strategy in SHARDED and not cfg.shard_group_size
+        sharded = STRATEGIES[cfg.strategy].sharded and not cfg.shard_group_size
         program = timing.grown(program, ranks / size, cfg.shard_group_size, rows=sharded)
         step = timing.run(program, cluster, micro_batches)
         seconds.append(step.seconds)

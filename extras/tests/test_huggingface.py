@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from harness import HERE, on_ranks, plain_gpt, refused, values
+from harness import HERE, on_ranks, plain_gpt, refused, started, values
 from test_data import gpt2_or_skip
 
 import sample
@@ -61,7 +61,7 @@ def loaded(path, *argv):
     """What to call, with the values of a Hugging Face directory, as train.py starts from it."""
     world = setup("cpu", "auto")
     argv = [f"--init_from={path}", "--device=cpu", "--compile=False", "--dtype=float32", *argv]
-    cfg, source, resumed = train.start(resolve(load_config(argv), world), world)
+    cfg, source, resumed = started(resolve(load_config(argv), world), world)
     assert not resumed
     return train.build(train.meta_model(cfg), cfg, world, source)[0].eval()
 

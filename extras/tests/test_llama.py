@@ -30,6 +30,7 @@ from harness import (
     refused,
     resident,
     script,
+    started,
     tiny,
     values,
 )
@@ -166,7 +167,7 @@ def case_memory(path):
     """(growth of this process's peak while it loads, the largest parameter, all), in bytes."""
     world = setup("cpu", "auto")
     argv = [f"--init_from={path}", "--strategy=full_shard", "--compile=False", "--dtype=float32"]
-    cfg, source, _ = train.start(resolve(load_config([*argv, "--device=cpu"]), world), world)
+    cfg, source, _ = started(resolve(load_config([*argv, "--device=cpu"]), world), world)
     model = train.meta_model(cfg)
     train.parallelize(model, cfg, world)
     for p in model.parameters():

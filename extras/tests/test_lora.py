@@ -22,6 +22,7 @@ from harness import (
     refused,
     run_training,
     script,
+    started,
     steps,
     values,
 )
@@ -160,7 +161,7 @@ def test_lora_initial_values_are_a_linear_layers_and_zero():
 def test_lora_base_is_found_from_another_directory(tmp, base, monkeypatch):
     monkeypatch.chdir(tmp)
     cfg = load_config(arguments(tmp, "x", init_from="lora-base", **KEYS))
-    _, source, _ = train.start(resolve(cfg, World()), World())
+    _, source, _ = started(resolve(cfg, World()), World())
     assert source.header["base"] == base
 
 
@@ -172,7 +173,7 @@ def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, ca
 
     def starts():
         cfg = load_config(arguments(tmp, out, init_from="resume"))
-        train.start(resolve(cfg, World()), World())
+        started(resolve(cfg, World()), World())
         return capsys.readouterr().err
 
     assert starts() == ""
@@ -228,7 +229,7 @@ def test_lora_gathers_in_bf16_and_reduces_adapters_only(ranks):
 def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
     world = setup("cpu", "auto")
     cfg = load_config(arguments(tmp, os.path.join(tmp, "lora-single"), init_from="resume"))
-    cfg, source, _ = train.start(resolve(cfg, world), world)
+    cfg, source, _ = started(resolve(cfg, world), world)
     idx = torch.arange(16)[None]
     adapted = train.build(train.meta_model(cfg), cfg, world, source)[0].eval()(idx, idx)[0]
     merged, gpt = huggingface.merged(source), plain_gpt()
@@ -256,7 +257,12 @@ def test_lora_mistakes_are_one_line(tmp, base):
     def said(*argv, **more):
         argv = [*arguments(tmp, os.path.join(tmp, "lora-none"), lora_rank=4, **more), *argv]
         world = setup("cpu", "auto")
-        return refused(lambda: train.start(resolve(load_config(argv), world), world))
+
+        def begin():
+            cfg, _, _ = started(resolve(load_config(argv), world), world)
+            train.meta_model(cfg)
+
+        return refused(begin)
 
     assert "--init_from" in said()
     assert "matches none of the blocks' 12 linear layers" in said(
@@ -264,7 +270,24 @@ def test_lora_mistakes_are_one_line(tmp, base):
     assert "not a regular expression" in said("--lora_targets=(", init_from=base)
     assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", init_from=base)
     assert "--dtype=bfloat16" in said("--dtype=float8", init_from=base)
-    assert "lora_rank=0" in said(out_dir=base, init_from="resume")
+    assert "pass --adapter=, or" in said(out_dir=base, init_from="resume")
+    assert "lora_rank=0 must be at least 1" in said("--lora_rank=0", init_from=base)
+
+
+def test_lora_is_asked_for_by_a_key_of_its_own_or_by_its_name(tmp_path):
+    path = tmp_path / "lora.py"
+    path.write_text("lora_rank = 8\nmodel = 'llama'\n")
+    for argv in (["--lora_rank=8"], ["--adapter=lora", "--lora_rank=8"], [str(path)]):
+        cfg = load_config([*argv, "--lora_alpha=2"])
+        assert (cfg.adapter, cfg.lora_rank, cfg.lora_alpha) == ("lora", 8, 2.0)
+    assert load_config(["--adapter=lora"]).lora_rank == 16
+    without = load_config([str(path), "--adapter="])
+    assert (without.adapter, without.model) == ("", "llama") and not hasattr(without, "lora_rank")
+    assert "lora_rnk" in refused(load_config, ["--adapter=lora", "--lora_rnk=8"])
+    assert "no key loro_rank" in refused(load_config, ["--loro_rank=8"])
+    assert "metrics.py lacks adapt" in refused(load_config, ["--adapter=metrics"])
+    text = script("train.py", "--adapter=lora", "--help").stdout
+    assert "\n  --lora_rank=16\n" in text and "--lora_targets" in text
 
 
 # ---------- peft ---------------------------------------------------------------
@@ -281,7 +304,7 @@ def peft_run(tmp_path, kind):
     world = setup("cpu", "auto")
     argv = [f"--init_from={hf}", "--device=cpu", "--compile=False", "--dtype=float32",
             "--lora_rank=4", "--lora_alpha=12", f"--lora_targets=({'|'.join(names)})$"]
-    cfg, source, _ = train.start(resolve(load_config(argv), world), world)
+    cfg, source, _ = started(resolve(load_config(argv), world), world)
     ours, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM",
                              fan_in_fan_out=kind == "gpt2")
@@ -343,7 +366,7 @@ def test_lora_ten_steps_are_pefts(tmp_path, kind):
         world = setup("cpu", "auto")
         argv = [f"--init_from={tmp_path}/theirs", "--device=cpu", "--compile=False",
                 "--dtype=float32"]
-        cfg, source, _ = train.start(resolve(load_config(argv), world), world)
+        cfg, source, _ = started(resolve(load_config(argv), world), world)
         again = train.build(train.meta_model(cfg), cfg, world, source)[0].eval()
         assert (again(idx, idx)[0] - expected).abs().max() < 1e-4
 

@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 import train
-from configurator import IN_GROUPS, SHARDED, STRATEGIES, load_config
+from configurator import STRATEGIES, load_config
 from extras import plan
 from extras.muon import divide
 from extras.plan import timing
@@ -73,8 +73,9 @@ def state(one):
 def step_of(cfg):
     """train_step's arguments between the optimizer and the step's number."""
     x = torch.zeros(cfg.batch_size, cfg.block_size, dtype=torch.int64)
-    batches = SimpleNamespace(train=lambda step, micro: (x, x, 1.0))
-    return torch.amp.GradScaler("cpu", enabled=False), batches, (x, x, 1.0)
+    batches = SimpleNamespace(get=lambda step, micro: (x, x, 1.0),
+                              prefetch=lambda step, micro: None)
+    return torch.amp.GradScaler("cpu", enabled=False), batches
 
 
 @contextmanager
@@ -112,7 +113,9 @@ def tracked(cfg, world):
     world = replace(world, device=torch.device("cpu"))
     model = train.meta_model(cfg)
     with fake_group(world):
-        mesh = fsdp.make_mesh("cpu", cfg.shard_group_size) if cfg.strategy in SHARDED else None
+        mesh = None
+        if STRATEGIES[cfg.strategy].sharded:
+            mesh = fsdp.make_mesh("cpu", cfg.shard_group_size)
         with (FakeTensorMode(allow_non_fake_inputs=True),
               patch("model.explicit_is_faster", lambda *args: False),
               patch.object(F, "rms_norm", norm),
@@ -412,9 +415,10 @@ def test_plan_without_pytorchs_private_parts_is_one_line(monkeypatch, name):
 
 TINY = ["--n_layer=3", "--n_head=3", "--n_embd=30", "--block_size=16", "--batch_size=1",
         "--vocab_size=67", "--bias=True"]  # rows that 7 ranks do not divide
-WAYS = {name: (7, [f"--strategy={name}"]) for name in STRATEGIES[1:]}
-for name in IN_GROUPS:
-    WAYS[name] = 16, [f"--strategy={name}", "--shard_group_size=4"]
+WAYS = {name: (7, [f"--strategy={name}"]) for name in STRATEGIES if name != "single"}
+for name, row in STRATEGIES.items():
+    if row.in_groups:
+        WAYS[name] = 16, [f"--strategy={name}", "--shard_group_size=4"]
 ON_ALL = [
     *([f"--grad_sync={sync}", f"micro_batches={n}"] for sync in ("every", "last") for n in (2, 5)),
     ["--reduce_dtype=bfloat16"], ["--dtype=float32"], ["--freeze=mlp", "micro_batches=2"],
@@ -646,7 +650,7 @@ def test_plan_variants_are_the_strategies_that_the_keys_allow(size, argv, expect
     for cfg, world in todo:
         ranks = 1 if cfg.strategy == "single" else size
         assert (world.size, world.local_size) == (ranks, min(ranks, 8))
-        assert cfg.shard_group_size == (group if cfg.strategy in IN_GROUPS else 0)
+        assert cfg.shard_group_size == (group if STRATEGIES[cfg.strategy].in_groups else 0)
         assert cfg.gradient_accumulation_steps == math.ceil(40 / ranks) * ranks
         assert (cfg.dtype, cfg.compile) == (cfg.dtype.replace("auto", ""), False)
 
@@ -684,7 +688,7 @@ def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, ho
     assert heads[3:11] == [*KINDS[1:], "peak", "host/node", "sent"]
     unit = dict(GiB=1, MiB=1024)[heads[0]]
     fitting = []
-    for name, *cells in [line.split() for line in lines if line.startswith(STRATEGIES)]:
+    for name, *cells in [line.split() for line in lines if line.startswith((*STRATEGIES,))]:
         sizes = [float(cell.replace(",", "")) for cell in cells[:8]]
         assert sum(sizes[:5]) == pytest.approx(sizes[5], abs=0.03)
         fits = sizes[5] <= 0.9 * gpu_memory * unit and sizes[6] <= host_memory * unit
@@ -701,7 +705,7 @@ def test_plan_units_may_be_none(capsys):
     is given is rehearsed alone."""
     lines = command(capsys, *SMALL, "--wrap_min_params=1000000000", "--strategy=full_shard",
                     "--world_size=8", "--gradient_accumulation_steps=8")
-    assert [line.split()[0] for line in lines if line.startswith(STRATEGIES)] == ["full_shard"]
+    assert [line.split()[0] for line in lines if line.startswith((*STRATEGIES,))] == ["full_shard"]
     assert "gradient_accumulation_steps=8, a multiple of 8" in lines[1]
 
 
@@ -728,7 +732,7 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     seconds, gib = map(float, p.stdout.split("took ")[1].split())
     assert gib < 4 and seconds < 60, p.stdout  # 4 on a quiet machine
     lines = p.stdout.splitlines()
-    rows = [line for line in lines if line.startswith(STRATEGIES)]
+    rows = [line for line in lines if line.startswith((*STRATEGIES,))]
     assert [line.split()[0] for line in rows] == list(STRATEGIES)
     fits = {line.split()[0]: "  yes " in line for line in rows if line.startswith(OURS)}
     assert "4 units and the root; transformer.h.0 has 1,811.96M parameters" in p.stdout
