@@ -165,6 +165,25 @@ def test_minimal_trains_as_one_process(tmp_path, n, gpus):
         assert (t - expected[name]).norm() < 1e-2 * expected[name].norm(), name
 
 
+def test_adapter_of_the_page_trains_on_two_ranks_and_resumes(tmp, models):
+    """docs/model_file.md has it. A key of it is enough, and it begins as its base."""
+    section = re.search(r"## An adapter\n.*?```python\n(.*?)```", read("docs/model_file.md"), re.S)
+    (models / "scales.py").write_text(section[1])
+    argv = [*SHORT, f"--dataset={tmp}/toy", "--gradient_accumulation_steps=2", "--eval_interval=1"]
+    base, out = f"{tmp}/page-base", f"{tmp}/page-scales"
+    launch(1, [*argv, f"--out_dir={base}"])
+    begun = [*argv, f"--init_from={base}", "--scales_start=1.0", "--learning_rate=1e-2"]
+    launch(1, [*begun, f"--out_dir={out}-one"])
+    launch(2, [*begun, "--strategy=full_shard", f"--out_dir={out}"])
+    assert losses(out) == pytest.approx(losses(f"{out}-one"), abs=1e-5)
+    saved = torch.load(f"{out}/ckpt.pt")
+    assert all(name.endswith(".scale") for name in saved["model"]) and saved["model"]
+    assert any((t != 1).any() for t in saved["model"].values())
+    before = len(losses(out))
+    launch(1, [*argv, "--init_from=resume", "--max_iters=4", f"--out_dir={out}"])
+    assert len(losses(out)) > before
+
+
 # -----------------------------------------------------------------------------
 # config/; test_data.py asks every data/*/prepare.py for its help
 
@@ -262,7 +281,7 @@ def test_house_readme_names_all_that_know_strategies_by_name():
                 texts = map(ast.unparse, compared)
                 if any(re.search(r"\.strategy\b.*'", text) for text in texts):
                     found.add(("extras" if path.startswith("extras") else "core", function.name))
-    assert ("core", "train_step") in found  # what the search would find, if it works
+    assert ("core", "parallelize") in found  # what the search would find, if it works
     assert [name for where, name in found if f"`{name}`" not in said[where]] == []
     code = "\n".join(map(read, ROOMS.values()))
     for name in set(re.findall(r"`(\w+)`", recipe)) - {*STRATEGIES, "shard"}:
