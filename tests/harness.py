@@ -54,17 +54,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A progress bar comes after a second, and would be one more line where a test expects one.
 os.environ.setdefault("TQDM_DISABLE", "1")
-if os.environ.get("SIM_GPUS"):
-    import simgpu  # noqa: F401  before torch, which then has so many simulated GPUs
-
-import torch
-import torch.distributed as dist
-
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 SIMGPU = os.path.join(HERE, "extras", "simgpu")  # a tool of its own; it may be not here
 sys.path[:0] = [HERE, os.path.join(HERE, "tests"), SIMGPU]
 PYTHONPATH = os.pathsep.join(sys.path[:3])
 os.environ["PYTHONPATH"] = PYTHONPATH  # of the servers that import this file
+
+if os.environ.get("SIM_GPUS"):
+    import simgpu  # noqa: F401  before torch, which then has that many simulated GPUs
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 README = os.path.join(HERE, "README.md")
 is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"
