@@ -55,7 +55,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A progress bar comes after a second, and would be one more line where a test expects one.
 os.environ.setdefault("TQDM_DISABLE", "1")
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
-SIMGPU = os.path.join(HERE, "extras", "simgpu")  # a tool of its own; it may be not here
+SIMGPU = os.path.join(HERE, "extras", "simgpu")  # a tool of its own, which a fork may delete
 sys.path[:0] = [HERE, os.path.join(HERE, "tests"), SIMGPU]
 PYTHONPATH = os.pathsep.join(sys.path[:3])
 os.environ["PYTHONPATH"] = PYTHONPATH  # of the servers that import this file
@@ -72,18 +72,6 @@ is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\
 DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
 of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
 
-
-class Gone:
-    """Looks for the files of extras/ where a fork has deleted it: what needs one is skipped."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.startswith("extras"):
-            pytest.skip("extras/ is not here", allow_module_level=True)
-
-
-if not os.path.exists(os.path.join(HERE, "extras")):
-    sys.meta_path.insert(0, Gone)
 
 import configurator  # noqa: E402
 import ranks  # noqa: E402
@@ -133,8 +121,6 @@ def script(path, *args, **env):
     """python(path, *args) in this process, which has imported what takes a new one seconds."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     own = dict(argv=[path, *map(str, args)], path=[*sys.path])
-    if not os.path.exists(os.path.join(HERE, path)):
-        pytest.skip(f"{path} is not here")
     with (patch.multiple(sys, **own), patch.dict(os.environ, env), redirect_stdout(out),
           redirect_stderr(err)):
         try:

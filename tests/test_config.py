@@ -109,10 +109,11 @@ def test_config_every_key_is_read_and_tested():
 
 
 def require_read_and_tested(keys, code, tests):
-    """What train.py's keys are, is read from `cfg`; a model's own keys are read from `config`."""
+    """Code reads train.py's keys from `cfg`, and a model's or an adapter's own keys from `config`
+    or `cfg`."""
     ours = {f.name for f in fields(Config)}
     for f in keys:
-        owner = "cfg" if f.name in ours else "config"
+        owner = "cfg" if f.name in ours else "(config|cfg)"
         assert re.search(rf"\b{owner}\.{f.name}\b", code), f"nothing reads {f.name}"
         assert re.search(rf"\b{f.name}\b", tests), f"no test or config sets {f.name}"
 
@@ -178,9 +179,13 @@ def test_config_model_with_an_odd_key_is_one_line(other, before, after, key, rem
     assert said.startswith("model='other': ") and key in said and remedy in said
 
 
-@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", "..", "/model", "plan",
-                                  "extras/moe", "extras.moe", "evil"])
+@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", "..", "/model", "data",
+                                  "tests/hybrid", "data.loader", "evil"])
 def test_config_unknown_model_is_not_imported(tmp_path, monkeypatch, capsys, name):
+    require_unknown_model(tmp_path, monkeypatch, capsys, name)
+
+
+def require_unknown_model(tmp_path, monkeypatch, capsys, name):
     """Not from a package, not from what else Python finds."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "evil.py").write_text("print('evil runs')")

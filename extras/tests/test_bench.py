@@ -1,7 +1,8 @@
 """
-extras/bench.py: its figures against each other, its traces. What it refuses: test_mistakes.py.
+extras/bench.py: its figures against each other, its traces, its graphs. What it refuses is in
+test_mistakes_of_extras.py.
 
-    python -m pytest -q tests/test_bench.py
+    python -m pytest -q extras/tests/test_bench.py
 """
 
 import json
@@ -12,7 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import TINY, Ranks, arguments
+from harness import TINY, Ranks, arguments, on_ranks, values
+from test_compile import graphs_made
 from test_tools import plain_flops
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -92,3 +94,23 @@ def test_bench_records_memory_with_pythons_frames_only(tmp_path):
         bench.profile("a b", iter([1.0]), tmp_path, world)
     assert record.call_args.kwargs["stacks"] == "python"
     dump.assert_called_once_with(f"{tmp_path}/trace-a_b-0.pickle")
+
+
+def case_bench(tmp, strategy):
+    """Of a bench with three sizes, where dynamo would compile a function once."""
+    argv = arguments(tmp, tmp, strategy=strategy, compile=True, gradient_accumulation_steps=1,
+                     n_layer=1)
+    with (graphs_made() as (symbols, _), torch._dynamo.config.patch(recompile_limit=1),
+          patch.object(bench, "matmul_rate", lambda *_: 1e9)):
+        bench.main([*argv, "--steps=1", "--variants=;batch_size=3;block_size=8"])
+        return symbols
+
+
+def test_bench_every_variant_has_static_graphs(tmp):
+    """Dynamo counts by function: a second size in the process would make it dynamic, whose time
+    says nothing of a run, and from the ninth on it would compile none."""
+    expected = dict(single=1, full_shard=2)  # graphs of a step
+    results = on_ranks(1, {strategy: (case_bench, dict(tmp=tmp, strategy=strategy))
+                           for strategy in expected})
+    for strategy, graphs in expected.items():
+        assert values(results, strategy) == [3 * graphs * [False]]

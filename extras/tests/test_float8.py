@@ -14,18 +14,23 @@ import formulas
 import pytest
 import torch
 from harness import (
+    DEVICES,
+    TINY,
     arguments,
     built,
     heard,
     launch,
     on_ranks,
     plain_gpt,
+    plain_training,
     read_ckpt,
     refused,
     run_training,
     steps,
+    tiny,
     values,
 )
+from test_cuda import trainings
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -168,3 +173,15 @@ def test_float8_tokens_that_16_does_not_divide_are_refused(tmp):
     """In backward a product sums over them, and a GPU's wants multiples of 16."""
     said = refused(built, tmp, strategy="single", batch_size=3, block_size=8, **SIZES)
     assert "batch_size x block_size" in said and "16" in said
+
+
+@needs_torchao
+@pytest.mark.parametrize("device", DEVICES[1])
+def test_cuda_trains_in_float8(tmp, device):
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8")
+    assert SIZES["n_embd"] // TINY["n_head"] % 8 == 0  # or cuDNN's attention takes no such heads
+    losses, *_ = plain_training(tiny(tmp, n_embd=SIZES["n_embd"]))
+    results = on_ranks(1, trainings(tmp, device, {"float8": dict(SIZES, strategy="full_shard")}))
+    [rows] = values(results, "float8")
+    assert [loss for loss, _ in rows] == pytest.approx(losses, rel=2e-2)

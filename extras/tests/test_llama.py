@@ -41,7 +41,7 @@ import checkpoint
 import fsdp
 import sample
 import train
-from configurator import load_config, resolve
+from configurator import load_config, model_config, resolve
 from data.files import open_tokens
 from data.loader import TokenFiles, read_meta
 from data.prepare import encode
@@ -332,3 +332,28 @@ def test_tokenizer_end_of_text_is_the_configs_or_a_usual_one(tmp_path):
     tokenizers.Tokenizer(words).save(str(tmp_path / "gaps.json"))
     gaps = encoder(str(tmp_path / "gaps.json"))
     assert (gaps.end, gaps.vocab_size) == (9, 10)  # the largest id counts, not how many
+
+
+@pytest.mark.parametrize("vocab_size, tied, is_unit", [
+    (9000, False, True), (9000, True, False), (200, False, False)])
+def test_llama_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tied, is_unit):
+    sizes = dict(n_layer=2, n_head=2, n_kv_head=2, n_embd=16, n_inner=64)
+    with torch.device("meta"):
+        model = llama.Model(llama.ModelConfig(
+            vocab_size=vocab_size, tie_embeddings=tied, **sizes))
+    expected = [model.model.embed_tokens] * is_unit + list(model.blocks)
+    assert fsdp.find_units(model, model.blocks) == expected
+
+
+@pytest.mark.parametrize("name, per_block", [
+    ("llama2_7b", ["mlp"]),
+    ("llama2_70b", ["self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])])
+def test_llama_units_by_size_are_the_published_wrapping(name, per_block):
+    """FSDP1's size_based_auto_wrap_policy with 100,000,000 on Llama 2, as its users print it."""
+    cfg = load_config([os.path.join(HERE, "extras", "config", f"{name}.py")])
+    with torch.device("meta"):
+        model = llama.Model(model_config(cfg))
+    names = {module: name for name, module in model.named_modules()}
+    expected = [f"model.layers.{i}.{part}" for i in range(cfg.n_layer) for part in per_block]
+    units = [names[unit] for unit in fsdp.find_units(model, model.blocks, 100_000_000)]
+    assert units == ["model.embed_tokens", *expected, "lm_head"]

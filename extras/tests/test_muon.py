@@ -14,9 +14,11 @@ from collections import Counter
 from unittest.mock import patch
 
 import formulas
+import numpy as np
 import pytest
 import torch
 from harness import (
+    DEVICES,
     arguments,
     assert_same_weights,
     built,
@@ -33,6 +35,7 @@ from harness import (
     two_each,
     values,
 )
+from test_cuda import case_training, trainings
 from torch.distributed.tensor.debug import CommDebugMode
 
 from extras import muon
@@ -274,3 +277,17 @@ def test_muon_checkpoints_at_other_world_sizes_and_strategies(tmp):
         launch(world, arguments(tmp, chain, **run, **MUON))
     assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)
     assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
+
+
+# -----------------------------------------------------------------------------
+# on a GPU
+
+
+@pytest.mark.parametrize("device", DEVICES[1])
+def test_cuda_trains_with_muon_as_a_cpu_does(tmp, device):
+    """5 steps in fp32: the losses and the gradients' norms."""
+    run = dict(optimizer="muon")
+    expected = case_training(tmp, "muon on a cpu", strategy="single", device="cpu", **run)
+    results = on_ranks(1, trainings(tmp, device, {"muon": dict(ZERO3, **run)}))
+    [rows] = values(results, "muon")
+    assert np.array(rows) == pytest.approx(np.array(expected), rel=2e-5)

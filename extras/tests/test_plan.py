@@ -1,9 +1,9 @@
 """
-plan.py and rehearse.py against other ways to know: what a step holds, and what it sends. What
-plan refuses on its command line is in test_mistakes.py.
+plan/ against other ways to know: what a step holds, and what it sends. What plan refuses on its
+command line is in test_mistakes_of_extras.py.
 
-    python -m pytest -q tests/test_plan.py
-    python tests/test_plan.py      # the rehearsal and PyTorch's own memory trackers: 124M to 13B
+    python -m pytest -q extras/tests/test_plan.py
+    python extras/tests/test_plan.py    # beside PyTorch's own memory trackers: 124M to 13B
 
 The closed formulas are those of formulas.py, which test_fsdp.py compares with real ranks.
 """
@@ -25,14 +25,26 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, built, heard, on_ranks, python, refused, steps, tiny, values
+from harness import (
+    HERE,
+    built,
+    heard,
+    on_ranks,
+    plain_gpt,
+    python,
+    refused,
+    steps,
+    tiny,
+    values,
+)
+from test_optimizer import Factored
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 import train
-from configurator import STRATEGIES, load_config
+from configurator import STRATEGIES, load_config, resolve
 from extras import plan
 from extras.muon import divide
 from extras.plan import timing
@@ -834,6 +846,17 @@ def test_plan_refused_leaves_an_earlier_picture_whole(tmp_path):
     argv = ["--gpu=H100", f"--plot={tmp_path}/memory.png", "--freeze=nobody"]
     assert "freeze" in refused(plan.main, argv)
     assert (tmp_path / "memory.png").read_bytes() == b"the last plan's"
+
+
+def test_plan_has_the_state_of_an_optimizer_of_ones_own(tmp):
+    machine = SimpleNamespace(
+        gpu_memory=2**36, host_memory=2**40, attention="flash2", cluster=None)
+    cfg = resolve(tiny(tmp, strategy="single"), World())
+    with patch.object(train, "make_optimizer", Factored):
+        row = plan.plan(cfg, World(), machine)
+    shapes = [p.shape for p in plain_gpt().parameters()]
+    expected = sum(8 + 4 * shape[0] for shape in shapes)
+    assert row["optimizer"] == expected + sum(4 * shape[1]**2 for shape in shapes if shape[1:])
 
 
 # -----------------------------------------------------------------------------
