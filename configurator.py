@@ -63,7 +63,7 @@ DTYPES = {
 # Where Triton and inductor look for it: Debian's default scheme would say /usr/local.
 PYTHON_H = os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")
 
-# A key's type says what it may be: a Python type, a test, and what an error then says.
+# A key's type: a Python type, a test of the value, and the words of an error.
 Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
 Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
@@ -106,7 +106,7 @@ class Config:
     # --- data
     dataset: Path = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
     #   a mixture by tokens: fineweb_edu:7,my_code:2,my_math:1
-    gradient_accumulation_steps: Positive = 40  # micro-batches a step over all ranks together
+    gradient_accumulation_steps: Positive = 40  # micro-batches per step, over all ranks together
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
     seed: Whole = 1337  # weights, data order, dropout: everything random follows from it
     # --- model
@@ -116,8 +116,8 @@ class Config:
     #   init_from names. Its keys begin with its name, and one of them is enough;
     #   --adapter=NAME --help lists them
     frozen_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    #   what an adapter's frozen model is kept in; bfloat16 takes half the memory, and needs
-    #   dtype=bfloat16
+    #   the type that an adapter's frozen base is kept in; bfloat16 takes half the memory and
+    #   needs dtype=bfloat16
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
     momentum: BelowOne = 0.95  # Muon's
@@ -148,7 +148,7 @@ class Config:
     cpu_offload: Fraction = 0.0  # share of the blocks in host memory; take few large micro-batches
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     #   selective recomputes the cheap parts, full whole blocks: least memory, a third more compute
-    activation_offload: bool = False  # what activation_checkpointing=full keeps, in host memory
+    activation_offload: bool = False  # keep activation_checkpointing=full's inputs in host memory
     loss_chunks: Whole = 0  # N: head and loss in N pieces, twice: logits never exist whole; try 8
     prefetch_blocks: Whole = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 or more cost memory
     grad_sync: Literal["auto", "every", "last"] = "auto"
@@ -261,8 +261,8 @@ def model_config(cfg):
 
 
 def model_args(cfg):
-    """The model's keys, and the adapter's, as a checkpoint keeps them: who opens it needs no
-    flags."""
+    """The model's keys, and the adapter's, as a checkpoint keeps them: opening it then
+    needs no flags."""
     args = asdict(model_config(cfg))
     if cfg.adapter:
         args["adapter"] = cfg.adapter
@@ -312,11 +312,11 @@ def class_with(cls, assigned):
 
 
 def run_file(path, before):
-    """{key: value} of what the file assigns. It may compute with the values before it."""
+    """{key: value} of the file's assignments. It may compute with the values before it."""
     moved = os.path.join("extras", path)
     if not os.path.exists(path) and os.path.exists(os.path.join(HERE, moved)):
         raise SystemExit(f"{path}: it is not here; {moved} is")
-    # Earlier values go into builtins, so that scope holds only what the file assigns.
+    # Earlier values go into builtins, so that scope holds only the file's assignments.
     scope = {"__builtins__": {**vars(builtins), **before}}
     try:
         with open(path) as f:
@@ -418,7 +418,7 @@ def coerce(key, value, cls, where, flags=()):
 
 
 def parse(text):
-    """A flag's number, True or False; what is none of these stays as it is."""
+    """A flag's number, True or False; any other text stays as it is."""
     try:
         return ast.literal_eval(text.capitalize())  # also true, false
     except (SyntaxError, ValueError):
@@ -445,7 +445,7 @@ def help_text(usage, model="gpt2", adapter=""):
     return "\n".join(lines)
 
 
-# ---------- what a config means on these ranks --------------------------------
+# ---------- resolved for these ranks and this device ---------------------------
 
 
 def resolve(cfg, world, distributed=None):
@@ -480,7 +480,7 @@ def conflicts(cfg, asked, world, distributed):
     group = cfg.shard_group_size
     uneven_groups = STRATEGIES[cfg.strategy].in_groups and size % group
     mode = cfg.activation_checkpointing
-    # wrap_min_params may put units inside of what is recomputed.
+    # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
     # Inductor writes C++ for CPUs; for GPUs Triton builds its launcher in C.
     compilers = {
@@ -499,7 +499,7 @@ def conflicts(cfg, asked, world, distributed):
         ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,
          f"it counts all ranks' micro-batches; use a multiple of {size}"),
         ("dtype", cfg.dtype == "float8" and cfg.strategy == "ddp",
-         "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
+         "it needs parameters that FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
         ("dtype", cfg.dtype == "float8" and cfg.adapter,
          f"the layers of adapter={cfg.adapter} have no float8; use --dtype=bfloat16"),
         ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
@@ -508,7 +508,7 @@ def conflicts(cfg, asked, world, distributed):
          f"{cfg.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or "
          "float32"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
-         "it moves what checkpointing keeps; use --activation_checkpointing=full "
+         "it moves the inputs that checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),
         ("wrap_min_params",
          inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),

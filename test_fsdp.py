@@ -238,7 +238,7 @@ def case_mechanisms(tmp, **overrides):
         return [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
 
     with fsdp.inference(run.wrapped):
-        run.wrapped(*run.batches.train(0, 0)[:2])
+        run.wrapped(*run.batches.get(0, 0)[:2])
         inside = gathered()
     return dict(
         blocks=all(isinstance(block, FSDPModule) for block in model.blocks),
@@ -324,7 +324,7 @@ def case_collectives(tmp, **overrides):
     steps(run)  # the first step sets things up
     with CommDebugMode() as comm:  # one micro-batch
         fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=True)
-        run.wrapped(*run.batches.train(1, 0)[:2])[1].backward()
+        run.wrapped(*run.batches.get(1, 0)[:2])[1].backward()
     run.optimizer.zero_grad()
 
     with heard() as traffic:
@@ -386,7 +386,7 @@ def case_persistent_bytes(tmp, **overrides):
     """Bytes this rank keeps: parameters, gradients (after backward) and moments."""
     run = built(tmp, **overrides)
     steps(run)
-    run.wrapped(*run.batches.train(1, 0)[:2])[1].backward()
+    run.wrapped(*run.batches.get(1, 0)[:2])[1].backward()
     fsdp.reshard(run.wrapped)
 
     def size(tensors):  # of their storages, each once
@@ -424,7 +424,7 @@ def test_mechanisms_checkpointed_activations_are_recomputed(tmp):
         with (FlopCounterMode(display=False) as flops,
               patch.object(F, "gelu", wraps=F.gelu) as gelu,
               patch("torch.autograd.graph.save_on_cpu", wraps=save_on_cpu) as offloaded):
-            run.wrapped(*run.batches.train(0, 0)[:2])[1].backward()
+            run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
         return flops.get_total_flops(), gelu.call_count, offloaded.call_count
 
     work, gelus, offloaded = step()

@@ -183,8 +183,9 @@ def make_optimizer(model, cfg):
 
 
 def open_start(cfg, world):
-    """(the Source of the run's values, None for initial ones; True if the run goes on where the
-    Source ended, False if it takes the weights alone) (all ranks)."""
+    """Open the run's starting point (all ranks). Returns (source, resumed): the Source of its
+    values, None for initial ones; and True if the run continues the Source's own, False if it
+    only takes the weights."""
     source = open_source(cfg, world)
     resumed = source is not None and cfg.init_from in ("resume", "auto")
     if source is None and cfg.init_from == "resume":
@@ -207,7 +208,7 @@ def final_config(cfg, source, resumed, world):
     does not fit them; a resumed run is told of other differences."""
     if source is None:
         return with_vocabulary(cfg)
-    # nanoGPT's checkpoints, and those of Hugging Face, lack these keys.
+    # The defaults for nanoGPT's and Hugging Face's checkpoints, which lack these keys.
     theirs = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}
     sizes = source.header["model_args"]
     # A run that begins takes its own context if that is shorter: it saves memory.
@@ -218,7 +219,7 @@ def final_config(cfg, source, resumed, world):
             configurator.refuse("optimizer", cfg.optimizer, theirs["optimizer"], source.path)
         changed = configurator.differences({**theirs, **sizes}, cfg)
         if changed:
-            print0(world, f"this run differs from that of {source.path}: {', '.join(changed)}")
+            print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
     return cfg
 
 
@@ -234,14 +235,15 @@ def with_vocabulary(cfg):
 
 
 def open_source(cfg, world, key="init_from"):
-    """What cfg.init_from names, opened; None for scratch, or if there is no checkpoint. If it
-    holds adapters, what they adapt is opened too (all ranks). key: who says that name."""
+    """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
+    there is no checkpoint. If it holds an adapter, its base is opened too.
+    key: where the name comes from, for the error."""
     if cfg.init_from == "scratch":
         return None
     own = cfg.init_from in ("resume", "auto")
     source = checkpoint.find(cfg.out_dir if own else cfg.init_from, world)
     if source and not own:
-        source = checkpoint.weights_of(source)
+        source = checkpoint.weights_only(source)
     if not source and not own:
         huggingface = extra("huggingface", wanted_by=f"{key}={cfg.init_from}")
         source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key))
@@ -259,14 +261,12 @@ def open_source(cfg, world, key="init_from"):
 # ---------- one step, one evaluation ------------------------------------------
 
 
-def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
+def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
     """Accumulate, clip, update (all ranks): the loop of fsdp.py's header, with a learning
-    rate, seeds, targets that do not count, and float16's scale. `batch` is the step's first
-    micro-batch.
+    rate, seeds, targets that do not count, and float16's scale.
 
-    Returns this rank's loss, whose mean over ranks is the step's; the global norm of the
-    gradients before clipping; and the first micro-batch of step + 1. The first two are 0-d
-    tensors: reading them waits for the device.
+    Returns this rank's loss, whose mean over ranks is the step's, and the global norm of the
+    gradients before clipping. Both are 0-d tensors: reading them waits for the device.
     """
     accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches a rank
     for group in optimizer.param_groups:
@@ -276,11 +276,11 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         is_last = micro == accumulation - 1
         # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
         fsdp.set_grad_sync(wrapped, is_last, every=cfg.grad_sync == "every")
-        # Dropout's seed: this micro-batch's number in the whole step, so that what it
-        # drops does not depend on the world size.
+        # Dropout's seed: this micro-batch's number in the whole step, so that its masks do
+        # not depend on the world size.
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
-        x, y, weight = batch
+        x, y, weight = batches.get(step, micro)
         with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
             # Take the loss alone: a name for the logits would keep their memory.
             loss = wrapped(x, y)[1]
@@ -290,10 +290,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
         loss = loss * weight / accumulation
         # Fetch the next micro-batch while the GPU is busy with this one. At the end of a
         # step that is logged it would be idle.
-        if is_last:
-            batch = batches.train(step + 1, 0)
-        else:
-            batch = batches.train(step, micro + 1)
+        batches.prefetch(step, micro)
         scaler.scale(loss).backward()
         step_loss += loss.detach()
     scaler.unscale_(optimizer)
@@ -303,7 +300,7 @@ def train_step(wrapped, optimizer, scaler, batches, batch, step, cfg, world):
     scaler.step(optimizer)
     scaler.update()
     fsdp.zero_grad(wrapped, optimizer)
-    return step_loss, norm, batch
+    return step_loss, norm
 
 
 def evaluate(wrapped, batches, cfg, world):
@@ -349,12 +346,13 @@ def train(cfg):
     cfg = configurator.resolve(cfg, world)
     from_rank0(world, lambda: require_packages(cfg))  # no other rank logs
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
-    saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
-    saver.lock()
+    directory = checkpoint.RunDirectory(cfg.out_dir)
+    if not cfg.eval_only:
+        from_rank0(world, directory.lock)
     source, resumed = open_start(cfg, world)
     cfg = final_config(cfg, source, resumed, world)
-    first_step = source.header["iter_num"] if resumed else 0
-    best_val_loss = source.header["best_val_loss"] if resumed else 1e9
+    first_step = source.header["iter_num"] if source else 0
+    best_val_loss = source.header["best_val_loss"] if source else 1e9
     model = meta_model(cfg)
     flops = step_flops(model, cfg, world)
     batches = Batches(cfg, world)
@@ -365,18 +363,19 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    saver.claim(cfg, source, resumed)
-    del source  # unmap the file: it may be replaced, and would keep its disk space
-    log = Log(cfg, world, saver.out_dir, saver.run_id, first_step, flops)
-    saver.report = log.saved
+    run_id = None  # eval_only leaves the directory as it is
+    if not cfg.eval_only:
+        run_id = from_rank0(world, lambda: directory.claim(source, resumed))
+    log = Log(cfg, world, directory.path, run_id, first_step, flops)
+    saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
+    source = None  # unmap the file: it may be replaced, and would keep its disk space
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     step = first_step
-    batch = batches.train(step, 0)
     overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
-        saver.look()  # a save in the background may have failed
+        saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
@@ -398,7 +397,7 @@ def train(cfg):
                 best_val_loss = min(best_val_loss, losses["val"])
 
         # Due? Save.
-        if step > first_step and saver.is_due(step, evaluated, improved):
+        if step > first_step and checkpoint.is_due(cfg, step, evaluated, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 
@@ -408,10 +407,9 @@ def train(cfg):
 
         # Else one optimizer step, during which the ranks exchange stop signals.
         stop.ask()
-        loss, norm, batch = train_step(
-            wrapped, optimizer, scaler, batches, batch, step, cfg, world)
+        loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         if step == first_step:
-            checkpoint.flat_state(model, optimizer)  # SystemExit now if it could not be saved
+            checkpoint.require_saveable(model, optimizer)  # not only when a save is due
         if scaler.is_enabled():
             overflows += ~norm.isfinite()  # on the device: reading it would wait
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:

@@ -8,7 +8,7 @@ out_dir = 'out-gpt2'
 dataset = 'openwebtext'
 strategy = 'ddp'
 
-# 12 * 1024 * 40 = 491,520 tokens a step (40 = 5 micro-batches on each of 8 GPUs)
+# 12 * 1024 * 40 = 491,520 tokens per step (40 = 5 micro-batches on each of 8 GPUs)
 batch_size = 12
 block_size = 1024
 gradient_accumulation_steps = 5 * 8

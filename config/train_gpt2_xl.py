@@ -16,7 +16,7 @@ n_layer = 48
 n_head = 25
 n_embd = 1600
 
-# 8 * 1024 * 64 = 524,288 tokens a step (64 = 8 micro-batches on each of 8 GPUs)
+# 8 * 1024 * 64 = 524,288 tokens per step (64 = 8 micro-batches on each of 8 GPUs)
 batch_size = 8
 block_size = 1024
 gradient_accumulation_steps = 8 * 8

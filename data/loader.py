@@ -3,7 +3,8 @@ Batches of tokens. Which ones come when is a pure function of (seed, split, step
 run that resumes has nothing to restore.
 
     batches = Batches(cfg, world)
-    x, y, weight = batches.train(step, micro)  # (batch_size, block_size) each, on the device
+    x, y, weight = batches.get(step, micro)  # (batch_size, block_size) each, on the device
+    batches.prefetch(step, micro)            # the one that follows, while the GPU is busy
 
 A split is cut into windows of block_size tokens. Each epoch visits every window once, in
 an order that is computed window by window, without a shuffled index in memory. (nanoGPT
@@ -55,21 +56,33 @@ class Batches:
                         "with more text or another block_size")
                 of_split[name] = files
         self.counted = None, 0  # a step, and its mean_targets
-        self.seconds = 0  # that training has waited for its batches since the last log line
+        self.prefetched = None, None  # (step, micro), and its batch
+        self.seconds = 0  # time spent reading since the last log line, in which training waited
 
-    def train(self, step, micro):
-        """read(step, micro), and the time that it takes is added to self.seconds."""
-        start = time.perf_counter()
-        batch = self.read(step, micro)
-        self.seconds += time.perf_counter() - start
-        return batch
-
-    def read(self, step, micro):
+    def get(self, step, micro):
         """(inputs, targets, weight) of one micro-batch: (batch_size, block_size) each, int64.
+        It has been prefetched, or is read now.
 
         weight: how many of its targets count, in proportion to the mean micro-batch of this
         step on all ranks. Without masks it is 1.
         """
+        place, batch = self.prefetched
+        self.prefetched = None, None  # else its memory would be kept for too long
+        if place != (step, micro):
+            batch = self.read(step, micro)
+        return batch
+
+    def prefetch(self, step, micro):
+        """Read the micro-batch that follows this one, and keep it for get()."""
+        micro += 1
+        if micro == self.cfg.gradient_accumulation_steps // self.world.size:
+            step += 1
+            micro = 0
+        self.prefetched = (step, micro), self.read(step, micro)
+
+    def read(self, step, micro):
+        """The batch that get() returns; the time it takes is added to self.seconds."""
+        started = time.perf_counter()
         B = self.cfg.batch_size
         T = self.cfg.block_size
         world = self.world
@@ -86,7 +99,9 @@ class Batches:
         for files, rows, windows in self.samples(number * B, B):
             x[rows], y[rows] = files.batch(windows)
         x, y, count = self.ready(x, y)
-        return x, y, count / self.mean_targets(step)
+        weight = count / self.mean_targets(step)
+        self.seconds += time.perf_counter() - started
+        return x, y, weight
 
     def samples(self, first, count):
         """Yield (files, rows, windows) for training samples first .. first + count - 1: which

@@ -99,11 +99,9 @@ def training(cfg, world):
     batches = Batches(cfg, world)
     wrapped, optimizer = build(meta_model(cfg), cfg, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
-    batch = batches.train(0, 0)
     for step in count():
         start = perf_counter()
-        loss, _, batch = train_step(
-            wrapped, optimizer, scaler, batches, batch, step, cfg, world)
+        loss, _ = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         loss.item()  # synchronization point: all that was queued is done
         yield 1e3 * (perf_counter() - start)
 

@@ -54,24 +54,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A progress bar comes after a second, and would be one more line where a test expects one.
 os.environ.setdefault("TQDM_DISABLE", "1")
-if os.environ.get("SIM_GPUS"):
-    import simgpu  # noqa: F401  before torch, which then has so many simulated GPUs
-
-import torch
-import torch.distributed as dist
-
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 SIMGPU = os.path.join(HERE, "extras", "simgpu")  # a tool of its own, which a fork may delete
 sys.path[:0] = [HERE, os.path.join(HERE, "tests"), SIMGPU]
 PYTHONPATH = os.pathsep.join(sys.path[:3])
 os.environ["PYTHONPATH"] = PYTHONPATH  # of the servers that import this file
 
+if os.environ.get("SIM_GPUS"):
+    import simgpu  # noqa: F401  before torch, which then has that many simulated GPUs
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
 README = os.path.join(HERE, "README.md")
 is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"
 # To parametrize by: what a GPU runs, run on a CPU too, so that no typo waits there. 1, 2: GPUs.
 DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
 of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
-
 
 import configurator  # noqa: E402
 import ranks  # noqa: E402
@@ -464,7 +463,7 @@ def plain_training(cfg):
         total = 0.0
         for micro in range(cfg.gradient_accumulation_steps):
             torch.manual_seed(derive_seed(cfg.seed, step, micro))
-            loss = model(*batches.train(step, micro)[:2])[1] / cfg.gradient_accumulation_steps
+            loss = model(*batches.get(step, micro)[:2])[1] / cfg.gradient_accumulation_steps
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, cfg.grad_clip or 1e9)
@@ -505,10 +504,9 @@ def built(tmp, **overrides):
 def steps(run, first=0, n=1, scaler=None):
     """Its optimizer steps first .. first + n - 1; (loss, norm) of the last."""
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    batch = run.batches.train(first, 0)
     for step in range(first, first + n):
-        loss, norm, batch = train.train_step(run.wrapped, run.optimizer, scaler, run.batches,
-                                             batch, step, run.cfg, run.world)
+        loss, norm = train.train_step(
+            run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world)
     return loss.item(), norm.item()
 
 

@@ -195,7 +195,7 @@ def case_reduce(tmp):
                                 ("float16", "float32"), ("float16", "bfloat16")):
         run = built(tmp, strategy="ddp", reduce_dtype=reduce_dtype, dtype=dtype)
         with patch.object(torch.distributed, "all_reduce", wraps=all_reduce) as sent:
-            run.wrapped(*run.batches.train(0, 0)[:2])[1].backward()
+            run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
         grads = torch.cat([p.grad.flatten() for p in run.model.parameters()])
         exact = grads if exact is None else exact
         dtypes = {str(call.args[0].dtype) for call in sent.call_args_list}  # none: DDP's C++ does
@@ -219,18 +219,18 @@ def case_storages(tmp, first_bucket):
     params = [*run.model.parameters()]
     allocate_state(run.optimizer)  # as a resumed run does
     fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=False, every=False)
-    run.wrapped(*run.batches.train(0, 0)[:2])[1].backward()
+    run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
     own = params[0].grad.norm().item()
     run.optimizer.zero_grad(set_to_none=False)
     counts = []
-    fetch = run.batches.train
+    read = run.batches.read
 
     def counted(step, micro):
         grads = [p.grad for p in params]
         counts.append(len({g if g is None else g.untyped_storage().data_ptr() for g in grads}))
-        return fetch(step, micro)
+        return read(step, micro)
 
-    run.batches.train = counted
+    run.batches.read = counted
     steps(run, n=2)
     return own, counts[1:]
 

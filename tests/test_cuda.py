@@ -141,11 +141,11 @@ def no_synchronization(device):
 def case_unlogged_steps(tmp, device, **keys):
     run = built(tmp, device=device, **keys)
     steps(run)  # makes the optimizer's state
-    scaler, batch = torch.amp.GradScaler(device, enabled=False), run.batches.train(1, 0)
+    scaler = torch.amp.GradScaler(device, enabled=False)
     with no_synchronization(device):
         for step in (1, 2):
-            loss, norm, batch = train.train_step(
-                run.wrapped, run.optimizer, scaler, run.batches, batch, step, run.cfg, run.world)
+            loss, norm = train.train_step(
+                run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world)
     return loss.item(), norm.item()
 
 
@@ -322,8 +322,10 @@ def test_cuda_broadcasts_do_not_queue_ahead_of_rank_0s_disk():
 def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     """A new thread's device is GPU 0, whatever its rank's is. Here it is as if there were one."""
     run = built(tmp, checkpoint="sharded", out_dir=f"{tmp}/writer")
-    saver = checkpoint.Saver(run.cfg.out_dir, run.world)
-    saver.claim(run.cfg, None)
+    directory = checkpoint.RunDirectory(run.cfg.out_dir)
+    run_id = directory.claim(None)
+    saver = checkpoint.Saver(
+        directory.path, run_id, run.cfg, run.world, None, False, lambda *times: None)
     scaler, Serial = torch.amp.GradScaler("cpu", enabled=False), filesystem._SerialCpuLoader
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(filesystem, "_OverlappingCpuLoader") as on_gpu,

@@ -24,6 +24,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from glob import glob
 from unittest.mock import patch
 
@@ -83,9 +84,31 @@ def test_batch_independent_of_world_size(tmp, size, batch_size):
     keys = dict(batch_size=batch_size, gradient_accumulation_steps=24 // batch_size)
     parts, found = batches_of(tmp, size, **keys), []
     for micro in range(24 // batch_size // size):
-        found += [part.train(3, micro)[0] for part in parts]
+        found += [part.get(3, micro)[0] for part in parts]
     whole, = batches_of(tmp, 1, batch_size=24, gradient_accumulation_steps=1)
-    assert torch.equal(torch.cat(found), whole.train(3, 0)[0])
+    assert torch.equal(torch.cat(found), whole.get(3, 0)[0])
+
+
+def test_a_prefetched_batch_is_the_one_that_follows_and_is_not_kept(tmp):
+    part, plain = (batches_of(tmp, 2, gradient_accumulation_steps=4)[1] for _ in range(2))
+    for step, micro in itertools.product(range(2), range(2)):
+        with patch.object(part, "read", side_effect=part.read) as read:
+            x, y, weight = part.get(step, micro)
+            part.prefetch(step, micro)
+        # Only the first one is read when it is asked for; the others have been prefetched.
+        places = [call.args for call in read.call_args_list]
+        following = (step, 1) if micro == 0 else (step + 1, 0)
+        assert places == [(0, 0), following][(step, micro) != (0, 0):]
+        expected = plain.get(step, micro)
+        assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
+        assert weight == expected[2]
+        x_again = part.get(*following)[0]
+        kept = weakref.ref(x_again)
+        del x_again
+        assert kept() is None
+        part.prefetch(step, micro)
+    # Another micro-batch than the prefetched one is read, too.
+    assert torch.equal(part.get(7, 1)[0], plain.get(7, 1)[0])
 
 
 @pytest.mark.parametrize("size, eval_iters", [(1, 5), (2, 5), (3, 5), (4, 5), (3, 100)])
@@ -141,7 +164,7 @@ def test_the_next_step_s_windows_are_asked_for_while_this_one_is_read(tmp):
             with (patch.object(TokenFiles, "batch", autospec=True, side_effect=read) as now,
                   patch.object(TokenFiles, "read_ahead", autospec=True,
                                side_effect=read_ahead) as ahead):
-                part.train(step, micro)
+                part.get(step, micro)
             windows = now.call_args.args[1].tolist()
             assert step == 0 or windows == asked[rank, micro]
             asked[rank, micro] = ahead.call_args.args[1].tolist()

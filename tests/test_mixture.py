@@ -60,7 +60,7 @@ def rows_of(dataset, ranks, steps, batch_size=2, accumulation=4):
     parts = [loader.Batches(cfg, World(rank, ranks)) for rank in range(ranks)]
     rows, weights = [], []
     for step in steps:
-        of_step = [part.train(step, micro)
+        of_step = [part.get(step, micro)
                    for micro in range(accumulation // ranks) for part in parts]
         rows += [x for x, _, _ in of_step]
         mean = sum((y != -1).sum().item() for _, y, _ in of_step) / accumulation

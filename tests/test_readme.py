@@ -1,6 +1,6 @@
 """
-What is printed in README.md and docs/ works: links, minimal.py, configs; test_commands.py runs the
-commands. And the house stands as it is drawn there: which file may import which.
+What is printed on the pages works: links, minimal.py, configs; test_commands.py runs the commands.
+And the house stands as it is drawn there: which file may import which.
 
     python -m pytest -q tests/test_readme.py
     python -m pytest -q tests/test_readme.py -k house
@@ -15,6 +15,7 @@ from glob import glob
 
 import pytest
 import torch
+from commands import EXTRAS, pages, read
 from harness import (
     HERE,
     SHORT,
@@ -31,34 +32,42 @@ from configurator import STRATEGIES, load_config
 from model import GPT, GPTConfig
 
 CONFIGS = sorted(glob("*.py", root_dir=os.path.join(HERE, "config")))
-PAGES = [os.path.join(HERE, "README.md"), *sorted(glob(os.path.join(HERE, "docs", "*.md")))]
-
-
-def read(path):
-    with open(os.path.join(HERE, path), encoding="utf-8") as f:
-        return f.read()
+HAS_EXTRAS = os.path.exists(os.path.join(HERE, "extras"))  # a fork may have deleted it
 
 
 # -----------------------------------------------------------------------------
-# README.md and docs/
+# README.md, docs/, and what extras/ has
+
+
+def whole(page):
+    """Its text, of README with the section In extras/."""
+    return read(page) + (read(EXTRAS) if page == "README.md" else "")
 
 
 def anchors(page):
     """What GitHub makes of the headings of a page."""
-    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)  # a comment is no heading
+    text = re.sub(r"^```.*?^```", "", whole(page), flags=re.M | re.S)  # a comment is no heading
     titles = re.findall(r"^#+ (.*)", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=os.path.basename)
+@pytest.mark.parametrize("page", [*pages(), *(pages(of_extras=True) if HAS_EXTRAS else [])])
 def test_readme_links_point_to_what_exists(page):
+    file = "README.md" if page == EXTRAS else page
     for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
         path, _, anchor = link.partition("#")
         if re.match(r"\w+:", link):  # https:, mailto:
             continue
-        target = os.path.join(os.path.dirname(page), path) if path else page
-        assert os.path.exists(target), link
+        target = os.path.normpath(os.path.join(os.path.dirname(file), path)) if path else file
+        assert os.path.exists(os.path.join(HERE, target)), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_pages_of_the_core_do_not_need_extras():
+    """A fork that has deleted it has no page that speaks of it, but for README's one section."""
+    for page in pages():
+        text = read(page).replace("](#in-extras)", "]")
+        assert "extras" not in text, page
 
 
 def test_readme_ruff_passes():
@@ -151,6 +160,25 @@ def test_minimal_trains_as_one_process(tmp_path, n, gpus):
     assert saved.keys() == expected.keys()
     for name, t in saved.items():
         assert (t - expected[name]).norm() < 1e-2 * expected[name].norm(), name
+
+
+def test_adapter_of_the_page_trains_on_two_ranks_and_resumes(tmp, models):
+    """docs/model_file.md has it. A key of it is enough, and it begins as its base."""
+    section = re.search(r"## An adapter\n.*?```python\n(.*?)```", read("docs/model_file.md"), re.S)
+    (models / "scales.py").write_text(section[1])
+    argv = [*SHORT, f"--dataset={tmp}/toy", "--gradient_accumulation_steps=2", "--eval_interval=1"]
+    base, out = f"{tmp}/page-base", f"{tmp}/page-scales"
+    launch(1, [*argv, f"--out_dir={base}"])
+    begun = [*argv, f"--init_from={base}", "--scales_start=1.0", "--learning_rate=1e-2"]
+    launch(1, [*begun, f"--out_dir={out}-one"])
+    launch(2, [*begun, "--strategy=full_shard", f"--out_dir={out}"])
+    assert losses(out) == pytest.approx(losses(f"{out}-one"), abs=1e-5)
+    saved = torch.load(f"{out}/ckpt.pt")
+    assert all(name.endswith(".scale") for name in saved["model"]) and saved["model"]
+    assert any((t != 1).any() for t in saved["model"].values())
+    before = len(losses(out))
+    launch(1, [*argv, "--init_from=resume", "--max_iters=4", f"--out_dir={out}"])
+    assert len(losses(out)) > before
 
 
 # -----------------------------------------------------------------------------

@@ -459,12 +459,12 @@ def test_log_on_a_full_disk_is_said_and_the_run_goes_on(tmp, monkeypatch, capsys
 def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch):
     """And the next save waits for it: the first is held up until then."""
     done, waited_for = [], threading.Event()
-    look, complete = checkpoint.Saver.look, checkpoint.Saver.save_sharded
+    wait_for_save, complete = checkpoint.Saver.wait, checkpoint.Saver.save_sharded
 
-    def looking(saver, wait=False):
-        if saver.saving and wait:
+    def waiting(saver):
+        if saver.saving:
             waited_for.set()
-        look(saver, wait)
+        wait_for_save(saver)
 
     def held(saver, *args):
         assert waited_for.wait(60)
@@ -475,7 +475,7 @@ def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch
     def noted(event, function):
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.Saver, "look", looking)
+    monkeypatch.setattr(checkpoint.Saver, "wait", waiting)
     monkeypatch.setattr(checkpoint.Saver, "save_sharded", held)
     monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
     check = checkpoint.require_finite_state  # the first thing that a save does

@@ -11,7 +11,7 @@ always_save_checkpoint = False
 # 12 bytes each
 freeze = r'wte|wpe|h\.[0-9]\.'
 
-# 4 * 8 * 1024 = 32,768 tokens a step
+# 4 * 8 * 1024 = 32,768 tokens per step
 batch_size = 4
 gradient_accumulation_steps = 8
 max_iters = 40

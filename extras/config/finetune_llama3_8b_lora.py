@@ -30,7 +30,7 @@ n_inner = 14336
 rope_theta = 5e5
 tie_embeddings = False
 
-# 1 * 2048 * 16 = 32,768 tokens a step (16 = 8 micro-batches on each of 2 GPUs)
+# 1 * 2048 * 16 = 32,768 tokens per step (16 = 8 micro-batches on each of 2 GPUs)
 batch_size = 1
 gradient_accumulation_steps = 16
 

@@ -6,7 +6,7 @@ dataset = 'shakespeare'
 init_from = 'gpt2-xl'
 always_save_checkpoint = False  # only when the validation loss improves
 
-# 1 * 32 * 1024 = 32,768 tokens a step; 301,966 tokens are 9.2 steps
+# 1 * 32 * 1024 = 32,768 tokens per step; 301,966 tokens are 9.2 steps
 batch_size = 1
 gradient_accumulation_steps = 32
 max_iters = 20

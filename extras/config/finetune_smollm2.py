@@ -14,7 +14,8 @@ model = 'llama'
 always_save_checkpoint = False  # only when the validation loss improves
 block_size = 512  # it was trained with 2,048 and takes 8,192; a shorter context saves memory
 
-# 2 * 512 * 8 = 8,192 tokens a step; the logits of a micro-batch, 1,024 * 49,152 in fp32, are 0.2 GB
+# 2 * 512 * 8 = 8,192 tokens per step; a micro-batch's logits, 1,024 * 49,152 in fp32,
+# are 0.2 GB
 batch_size = 2
 gradient_accumulation_steps = 8
 max_iters = 100  # 0.8M tokens

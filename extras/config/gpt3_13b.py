@@ -21,7 +21,7 @@ n_head = 40  # GPT-3's table has 5140 / 40, which no head size divides
 n_embd = 5120
 block_size = 2048
 
-# 4 * 2048 * 256 = 2.1M tokens a step (256 = 32 micro-batches on each of 8 GPUs), GPT-3's batch
+# 4 * 2048 * 256 = 2.1M tokens per step (256 = 32 micro-batches on each of 8 GPUs), GPT-3's batch
 batch_size = 4
 gradient_accumulation_steps = 256
 

@@ -20,7 +20,7 @@ n_head = 96
 n_embd = 12288
 block_size = 2048
 
-# 1 * 2048 * 1536 = 3.1M tokens a step, GPT-3's batch: 12 micro-batches on each of 128 GPUs; on
+# 1 * 2048 * 1536 = 3.1M tokens per step, GPT-3's batch: 12 micro-batches on each of 128 GPUs; on
 # 1,024 take 2,048 (4.2M)
 batch_size = 1
 gradient_accumulation_steps = 1536

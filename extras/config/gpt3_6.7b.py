@@ -17,7 +17,7 @@ n_head = 32
 n_embd = 4096
 block_size = 2048
 
-# 4 * 2048 * 256 = 2.1M tokens a step (256 = 32 micro-batches on each of 8 GPUs), GPT-3's batch
+# 4 * 2048 * 256 = 2.1M tokens per step (256 = 32 micro-batches on each of 8 GPUs), GPT-3's batch
 batch_size = 4
 gradient_accumulation_steps = 256
 

@@ -31,7 +31,7 @@ n_inner = 28672
 rope_theta = 1e4
 tie_embeddings = False
 
-# 1 * 4096 * 128 = 524,288 tokens a step (128 = 16 micro-batches on each of 8 GPUs)
+# 1 * 4096 * 128 = 524,288 tokens per step (128 = 16 micro-batches on each of 8 GPUs)
 batch_size = 1
 gradient_accumulation_steps = 128
 

@@ -28,7 +28,7 @@ tie_embeddings = False
 activation_checkpointing = 'full'
 loss_chunks = 8  # logits: 12 * 2 * 4096 * 32,000 = 3.1 GB whole, an eighth of it in pieces
 
-# 2 * 4096 * 64 = 524,288 tokens a step (64 = 8 micro-batches on each of 8 GPUs)
+# 2 * 4096 * 64 = 524,288 tokens per step (64 = 8 micro-batches on each of 8 GPUs)
 batch_size = 2
 gradient_accumulation_steps = 64
 

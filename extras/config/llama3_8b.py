@@ -26,7 +26,7 @@ n_inner = 14336
 rope_theta = 5e5
 tie_embeddings = False
 
-# 1 * 8192 * 64 = 524,288 tokens a step (64 = 8 micro-batches on each of 8 GPUs)
+# 1 * 8192 * 64 = 524,288 tokens per step (64 = 8 micro-batches on each of 8 GPUs)
 batch_size = 1
 gradient_accumulation_steps = 64
 

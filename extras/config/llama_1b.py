@@ -25,7 +25,7 @@ rope_theta = 5e5
 vocab_size = 50304  # GPT-2's, as the data has it; Llama 3's 128,256 are for many languages
 tie_embeddings = False  # Llama 3.2 ties them, as its vocabulary would be a third of all parameters
 
-# 4 * 4096 * 64 = 1,048,576 tokens a step (64 = 8 micro-batches on each of 8 GPUs)
+# 4 * 4096 * 64 = 1,048,576 tokens per step (64 = 8 micro-batches on each of 8 GPUs)
 batch_size = 4
 gradient_accumulation_steps = 64
 loss_chunks = 8  # logits: 12 * 4 * 4096 * 50,304 = 9.9 GB whole, an eighth of it in pieces

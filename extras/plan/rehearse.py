@@ -111,9 +111,12 @@ def step(wrapped, model, cfg, world, ledger):
     place_marks(model, optimizer, ledger)
 
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
-    batches = SimpleNamespace(train=lambda step, micro: (x, x, 1.0))
+    batches = SimpleNamespace(
+        get=lambda step, micro: (x, x, 1.0),
+        prefetch=lambda step, micro: None,
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    train.train_step(wrapped, optimizer, scaler, batches, (x, x, 1.0), 0, cfg, world)
+    train.train_step(wrapped, optimizer, scaler, batches, 0, cfg, world)
     return ledger.timeline()  # now: afterwards the optimizer's memory is freed
 
 

@@ -131,12 +131,9 @@ def test_house_nothing_that_is_left_names_extras(left):
     gone -= {os.path.basename(path) for path in glob("**/*", root_dir=left, recursive=True)}
     named = {}
     for path in glob("**/*", root_dir=left, recursive=True):
-        if not path.endswith((".py", ".md", ".txt", ".toml", ".ipynb")) or path in LOOKUPS:
+        if path in LOOKUPS or not path.endswith((".py", ".md", ".txt", ".toml")):
             continue
-        text = (left / path).read_text(encoding="utf-8")
-        if path == "README.md":
-            text = re.sub(r"^## In extras/\n.*?(?=^## |\Z)", "", text, flags=re.M | re.S)
-            text = text.replace("](#in-extras)", "")
+        text = read(path).replace("](#in-extras)", "]")  # README without that section
         files = set(re.findall(r"\b\w+\.(?:py|md)\b", text)) & gone
         named[path] = [*re.findall(r".*extras.*", text), *files]
     assert {path: names for path, names in named.items() if names} == {}

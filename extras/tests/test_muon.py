@@ -214,7 +214,7 @@ MECHANISMS = {
 def case_mechanisms(tmp, **keys):
     with heard() as connected:
         run = built(tmp, **MUON, **keys)
-    run.wrapped(*run.batches.train(0, 0)[:2])[1].backward()
+    run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
     shapes, moved, kept = [], Counter(), 0
     orthogonalize = muon.orthogonalize
 

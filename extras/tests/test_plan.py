@@ -85,8 +85,9 @@ def state(one):
 def step_of(cfg):
     """train_step's arguments between the optimizer and the step's number."""
     x = torch.zeros(cfg.batch_size, cfg.block_size, dtype=torch.int64)
-    batches = SimpleNamespace(train=lambda step, micro: (x, x, 1.0))
-    return torch.amp.GradScaler("cpu", enabled=False), batches, (x, x, 1.0)
+    batches = SimpleNamespace(get=lambda step, micro: (x, x, 1.0),
+                              prefetch=lambda step, micro: None)
+    return torch.amp.GradScaler("cpu", enabled=False), batches
 
 
 @contextmanager
@@ -513,11 +514,13 @@ def test_plan_events_come_in_the_order_of_a_real_step(tmp):
 
 
 def test_plan_prints_the_events_of_the_docs(capsys):
-    """docs/fsdp.md walks through the quickstart's, and counts them. In =all nothing is folded, and
-    what is sent adds up to the table's column. The page shows what the newest torch holds."""
-    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+    """extras/docs/plan.md shows the quickstart's, and docs/fsdp.md counts them. In =all nothing is
+    folded, and what is sent adds up to the table's column. The page shows what the newest torch
+    holds."""
+    with open(os.path.join(HERE, "extras", "docs", "plan.md")) as f:
         text = f.read()
-    said = re.search(r"(python -m extras\.plan .*--events)\n```\n+```text\n(.*?)```", text, re.S)
+    shown = r"(python -m extras\.plan [^\n]*--events)\n```\n+```text\n(.*?)```"
+    said = re.search(shown, text, re.S)
     events = said[2]
     if "unsharded_grad" in foreach_reduce.__wrapped__.__code__.co_varnames:
         # In torch 2.13 this variable of a loop keeps a unit's last gradient until all are reduced:

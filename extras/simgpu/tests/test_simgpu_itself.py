@@ -181,8 +181,8 @@ def a_save_does_not_wait_for_the_rows_that_it_writes(tmp, right):
     def without_waiting(t, *args, copy=False, **options):
         return to(t, *args, **(dict(non_blocking=True) if copy else options))
 
-    saver = checkpoint.Saver("x", run.world, eval_only=True)
-    saver.cfg, saver.inherited, saver.out_dir = run.cfg, {}, tmp
+    saver = checkpoint.Saver(
+        tmp, None, run.cfg, run.world, None, False, lambda *times: None)
     with (patch.object(torch.Tensor, "to", to if right else without_waiting),
           patch.object(saver, "save_sharded", lambda _, __, rows: written.update(rows) or 0.0),
           patch.object(checkpoint, "require_finite_state")):
