@@ -72,7 +72,6 @@ is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\
 DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
 of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
 
-
 import configurator  # noqa: E402
 import ranks  # noqa: E402
 import train  # noqa: E402
