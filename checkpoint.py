@@ -1,22 +1,23 @@
 """
-Checkpoints: what a run leaves on disk, and how another run picks it up.
+Checkpoints: a run saves its state, and another run, at any world size, picks it up.
 
-    out_dir/ckpt.pt     full, in nanoGPT's layout, for nanoGPT too
-    out_dir/last.pt     the newest, where ckpt.pt is the best (always_save_checkpoint=False)
-    out_dir/step-<n>/   sharded: every rank has written its rows
-    out_dir/best        a link to the best of these, with always_save_checkpoint=False
-    out_dir/step-<n>.pt a full one that stays, by keep_every
+    out_dir/ckpt.pt      full: one file in nanoGPT's layout, which nanoGPT can read
+    out_dir/last.pt      the newest full one, if ckpt.pt is the best (always_save_checkpoint=False)
+    out_dir/step-<n>.pt  a full one that is never removed (keep_every)
+    out_dir/step-<n>/    sharded: every rank has written its rows
+    out_dir/best         a link to the best sharded one, with always_save_checkpoint=False
 
     python checkpoint.py full out-x    # out-x's newest checkpoint, sharded, as out-x/ckpt.pt
 
-Any strategy and world size reads both. A state is flat, {"model.<name>": tensor,
-"exp_avg.<name>": tensor, ...}, with a header of plain values.
+Any strategy at any world size reads both kinds. In memory a state is flat,
+{"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of plain values.
 
-A full one: rank 0 gathers it, tensor by tensor, into its host memory. Then it writes
+Full: rank 0 gathers the state into its host memory, tensor by tensor. Then it writes
 ckpt.pt.tmp, syncs it, and renames it.
-A sharded one: all ranks write and sync their rows, then rank 0 writes header.json, with the
-checksums of all files. It makes the directory complete. So a kill at any moment leaves the
-last complete checkpoint. Nothing in a checkpoint can run code.
+Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the checksums
+of all files, which makes the directory a checkpoint.
+So a kill at any moment leaves the last complete checkpoint. Nothing in a checkpoint can run
+code.
 """
 
 import json
@@ -70,8 +71,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 
 def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name. With LoRA only the adapters'. SystemExit if some of
-    the state is no tensor."""
+    now; of tied parameters the first name. Not those that an adapter's base has. SystemExit if
+    some of the state is no tensor."""
     tensors = {}
     left_out = getattr(model, "base_names", ())
     for name, p in model.named_parameters():
@@ -88,9 +89,26 @@ def flat_state(model, optimizer=None):
     return tensors
 
 
+def describe_parameters(model, optimizer, tensors):
+    """The part of a header that tells a reader which parameter is which.
+    tensors: as flat_state returns them."""
+    names = {p: name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return dict(
+        param_names=[names[p] for p in params],
+        param_groups=optimizer.state_dict()["param_groups"],
+        ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
+    )
+
+
+def require_saveable(model, optimizer):
+    """SystemExit if a checkpoint could not hold the optimizer's state; call it after a step."""
+    flat_state(model, optimizer)
+
+
 def without_float8_wrapper(t):
-    """t without the wrapper that torchao puts around a float8 parameter's rows, where FSDP2
-    finds what to gather. Files hold plain fp32."""
+    """t without the wrapper that torchao puts around a float8 parameter's rows, so that FSDP2
+    gathers them in float8. Files hold plain fp32."""
     rows = getattr(t, "_local_tensor", None)
     if not hasattr(rows, "fsdp_pre_all_gather"):
         return t
@@ -99,12 +117,12 @@ def without_float8_wrapper(t):
 
 
 def require_finite_state(tensors, world, step):
-    """SystemExit on all ranks if any number of any rank is NaN or infinite (collective)."""
+    """SystemExit on all ranks if any rank has a NaN or an infinity (collective)."""
     norms = []
     for t in tensors.values():
         rows = t.to_local() if isinstance(t, DTensor) else t
         norms.append(rows.float().norm(1).to(world.device))
-    # To the host once, since that waits for the GPU. NaN and infinity outlast a mean.
+    # One copy to the host, since it waits for the GPU. A mean keeps NaN and infinity.
     norms = all_reduce_mean_(torch.stack(norms).cpu(), world)
     for key, norm in zip(tensors, norms):
         if not norm.isfinite():
@@ -114,31 +132,30 @@ def require_finite_state(tensors, world, step):
 
 
 def load(source, model, optimizer, world):
-    """Set the weights, and the state that the optimizer has allocated (all ranks).
-    optimizer: None for the weights alone."""
+    """Set the weights, and the state that the optimizer has allocated, from the source (all
+    ranks). optimizer: None for the weights alone."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for key in source.shapes:
         if key.partition(".")[2] not in params:
             raise SystemExit(f"{source.path} is of another model: this one has no {key}")
-    lacking = set()
-    for key in flat_state(model, optimizer).keys() - source.shapes.keys():
-        if not key.startswith("model."):
-            lacking.add(key.partition(".")[2])
-    # These were frozen until now, or the file holds weights alone. The optimizer makes
-    # their state in its first step, as for a new run.
+    missing = flat_state(model, optimizer).keys() - source.shapes.keys()
+    # Parameters that were frozen until now, or all if the file holds weights alone. The
+    # optimizer makes their state in its first step, as for a new run.
+    lacking = {key.partition(".")[2] for key in missing if not key.startswith("model.")}
     for name in lacking:
         del optimizer.state[params[name]]
     if lacking and source.header["iter_num"]:
         print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
                       "train now; theirs starts anew")
-    fill(source, flat_state(model, optimizer), model.config, world)
+    if source.shapes:
+        load_tensors(source, flat_state(model, optimizer), model.config, world)
     if source.base:
-        # LoRA's adapters. What they adapt is in another file, maybe of other parts too.
+        # The source has an adapter's parameters alone; the frozen ones are in the base's files.
         own = {f"model.{name}": params[name].detach() for name in model.base_names}
-        fill(source.base, own, model.config, world)
+        load_tensors(source.base, own, model.config, world)
 
 
-def fill(source, tensors, config, world):
+def load_tensors(source, tensors, config, world):
     """Set tensors, {flat key: tensor}, from the source (all ranks)."""
     for key, t in tensors.items():
         require_shape(source, key, tuple(t.shape), config)
@@ -158,8 +175,8 @@ def fill(source, tensors, config, world):
 
 
 def require_shape(source, key, ours, config):
-    """A table with a row for each position may be longer than this run's context; else all
-    shapes are the checkpoint's."""
+    """SystemExit if the model's shape, `ours`, is not the checkpoint's. Only a table with a row
+    for each position may be longer there than this run's context."""
     theirs = source.shapes.get(key)
     if theirs == ours:
         return
@@ -170,8 +187,9 @@ def require_shape(source, key, ours, config):
             return
         if is_of_positions:
             raise SystemExit(
-                f"block_size={ours[0]} is shorter than that of {source.path}, {theirs[0]}, and "
-                "only a full checkpoint can be shortened; run python checkpoint.py full OUT_DIR")
+                f"block_size={ours[0]} is shorter than block_size={theirs[0]} of {source.path}, "
+                "and only a full checkpoint can be shortened; run python checkpoint.py full "
+                "OUT_DIR")
     raise SystemExit(
         f"{source.path} is of another model: {key} is {theirs or 'missing'}, not {ours}")
 
@@ -180,7 +198,8 @@ def require_shape(source, key, ours, config):
 
 
 def write_ckpt_pt(path, flat, header):
-    """nanoGPT's layout: 'model' by name, 'optimizer' by number, the header beside them."""
+    """Write nanoGPT's layout: weights by name, optimizer state by number, and the header's
+    values beside them."""
     weights = {}
     state = {}
     for key, tensor in flat.items():
@@ -200,11 +219,14 @@ def write_ckpt_pt(path, flat, header):
 
 
 def open_full(path):
-    """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is damaged."""
-    if zipfile.ZipFile(path).testzip():  # torch.load compares no checksums
-        raise ValueError("damaged")
+    """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is damaged.
+    torch.load compares no checksums. Here the pickle is compared with its own, so the header is
+    right; `intact` compares the tensors."""
+    with zipfile.ZipFile(path) as records:
+        [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
+        records.read(pickled)  # raises if its checksum is wrong
     try:
-        # mmap: a tensor's bytes are read when it is used, so memory holds one at a time
+        # mmap: a tensor's bytes are read when it is used, so memory holds one at a time.
         ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:  # whose text says how to run what is in the file
         raise ValueError("it has more in it than tensors and plain values, or is damaged")
@@ -247,8 +269,65 @@ def read_header(path):
     return header
 
 
+def write_rows(path, rows, world, group):
+    """Every rank writes its rows to files in the directory, and syncs them (collective in
+    group). Returns, on rank 0, a list of each rank's ({file: checksum}, error or None)."""
+    # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file before all
+    # of it has left Python's buffer, so we sync it ourselves.
+    writer = Writer(path, per_thread_copy_ahead=0, sync_files=False)
+    checksums = {}
+    error = None
+    try:
+        dcp.save(rows, storage_writer=writer, process_group=group)
+        for name in os.listdir(path):
+            is_mine = name.startswith(f"__{world.rank}_")  # as DCP names them
+            if is_mine or (name == ".metadata" and world.rank == 0):
+                file = os.path.join(path, name)
+                sync(file)
+                checksums[name] = checksum(file)
+    except dcp.CheckpointException as e:  # of any rank; it derives from BaseException
+        cause, _ = next(iter(e.failures.values()))
+        error = first_line(cause)
+    except OSError as e:  # of this rank
+        error = first_line(e)
+    own = checksums, error
+    if group is None:
+        return [own]
+    written = [None] * world.size if world.rank == 0 else None
+    dist.gather_object(own, written, group=group)
+    return written
+
+
+def add_header(path, header, written):
+    """Complete a sharded checkpoint (rank 0), or remove it and raise CannotWrite if a rank has
+    failed. written: as write_rows returns it."""
+    header["files"] = {}
+    for checksums, error in written:
+        if error:
+            remove_sharded(path)  # the next save may need the room
+            raise cannot_write(path, error)
+        header["files"].update(checksums)
+    with writing(path):
+        missing = header["files"].keys() - set(os.listdir(path))
+    if missing:
+        raise SystemExit(
+            f"out_dir={header['config']['out_dir']} is not the same on all nodes, {path} lacks "
+            f"{min(missing)}: use a shared disk, or --checkpoint=full")
+    text = sealed(header).encode()
+    write_atomically(os.path.join(path, HEADER), lambda f: f.write(text))
+    with writing(path):
+        sync(os.path.dirname(path))  # the name of path itself
+
+
+def remove_sharded(path):
+    """The header first: what a kill leaves is then no checkpoint, and not a damaged one."""
+    with suppress(OSError):
+        os.remove(os.path.join(path, HEADER))
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def open_sharded(path):
-    """The Source of a directory. Its rows are not yet compared with their checksums."""
+    """The Source of a directory. `intact` compares its rows with their checksums."""
     header = read_header(path)
     if checksum(os.path.join(path, ".metadata")) != header["files"][".metadata"]:
         raise ValueError("its .metadata is damaged")
@@ -280,13 +359,13 @@ def read_sharded(path, tensors, group=None):
 
 
 class Writer(dcp.FileSystemWriter):
-    """PyTorch's, which on a full disk says what the system has said."""
+    """PyTorch's writer, but on a full disk it raises the system's error."""
 
     def write_data(self, *args):
         try:
             return super().write_data(*args)
         except RuntimeError as e:
-            raise reason(e)  # here, since the other ranks get an exception without its context
+            raise root_cause(e)  # here: what other ranks receive has lost its context
 
 
 class MetadataReader(dcp.FileSystemReader):
@@ -305,13 +384,13 @@ class MetadataUnpickler(SafeUnpickler):
 
 class AnyProperties(TensorProperties):
     """A tensor's properties as any version of PyTorch has written them: 2.13 writes 5 of them,
-    and 2.15 one more, which 2.13's own class does not take. We need the first."""
+    2.15 one more, which 2.13's own class does not take. We need the first, the dtype."""
 
     def __setstate__(self, state):
         self.dtype = state[0]
 
 
-# Not BytesStorageMetadata: PyTorch would unpickle what such an entry stands for.
+# Without BytesStorageMetadata: PyTorch would unpickle the bytes of such an entry.
 DESCRIBES_TENSORS = {
     "torch": "Size bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
     "torch.serialization": "_get_layout",
@@ -345,27 +424,39 @@ class Source:
     sharded: bool = False
     base: object = None  # the Source of what this one's adapters adapt
 
-    def __getstate__(self):  # what the other ranks receive: they have no file open
+    def __getstate__(self):  # the other ranks, to which rank 0 sends it, have no file open
         return {**vars(self), "get": None}
 
 
-def weights_of(source):
-    """The source without optimizer state and at step 0: another run starts from it."""
+def weights_only(source):
+    """The source without optimizer state and at step 0, for another run to start from."""
     header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
-    run = source.header.get("run", "?")  # nanoGPT's have none
-    header["origin"] = f"step {source.header['iter_num']} of run {run}"
+    run_id = source.header.get("run", "?")  # nanoGPT's have none
+    header["origin"] = f"step {source.header['iter_num']} of run {run_id}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
     return replace(source, header=header, shapes=shapes)
 
 
+def on_base(base, init_from):
+    """The Source of a run that begins to train an adapter: no values of its own, and those of
+    `base`. init_from: the base's name, for the headers of the run's checkpoints."""
+    where = init_from
+    if os.path.isdir(where):
+        where = os.path.abspath(where)  # a later run may start in another directory
+    origin = base.header.get("origin")  # Hugging Face's models have none
+    header = {**base.header, "base": where, "base_origin": origin}
+    return Source(base.path, header, shapes={}, base=base)
+
+
 def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all ranks).
-    out_dir may also be a checkpoint itself, and then it is that one.
+    out_dir may also be a checkpoint itself.
     A damaged one is named and passed over; SystemExit if all of them are damaged."""
     sources, problems = from_rank0(world, lambda: open_all(out_dir))
-    while sources and not intact(sources[0], world):
-        problems.append(f"{sources[0].path}: damaged, or not visible to every rank")
-        del sources[0]
+    while sources and not intact(sources[0], world):  # reads the newest, and seldom another
+        source = sources.pop(0)
+        reason = "damaged, or not visible to every rank" if source.sharded else "damaged"
+        problems.append(f"{source.path}: {reason}")
     remedy = "move it away, or pass another out_dir"
     if problems and not sources:
         raise SystemExit(f"{problems[0]}; {remedy}")
@@ -376,8 +467,8 @@ def find(out_dir, world):
 
 
 def open_all(out_dir):
-    """([Source], newest first, of the same step a full one first; [what is wrong with those
-    that cannot be opened])."""
+    """Open all checkpoints, which reads only their headers. Returns ([Source], newest first, a
+    full one before a sharded one of the same step; [a line about each that is not readable])."""
     sources = []
     problems = []
     names = ("ckpt.pt", "last.pt", *complete_steps(out_dir))
@@ -405,13 +496,11 @@ def is_step(name):
     return re.fullmatch(r"step-\d{9}", name)
 
 
-def is_milestone(step, cfg):
-    """Does this step's checkpoint stay for ever?"""
-    return cfg.keep_every > 0 and step % cfg.keep_every == 0
-
-
 def intact(source, world):
-    """Do a sharded one's files match their checksums? Each rank reads some (all ranks)."""
+    """True if all bytes match their checksums (all ranks): rank 0 reads a full one, and of a
+    sharded one each rank reads some files."""
+    if not source.sharded:
+        return from_rank0(world, lambda: zip_is_intact(source.path))
     files = source.header.get("files", {})
     good = True
     for name in sorted(files)[world.rank::world.size]:
@@ -421,44 +510,33 @@ def intact(source, world):
     return good_ranks == 1
 
 
-# ---------- the owner of a run's directory ------------------------------------
+def zip_is_intact(path):
+    try:
+        with zipfile.ZipFile(path) as records:
+            return records.testzip() is None
+    except Exception:  # of a damaged zip it raises almost anything
+        return False
 
 
-class Saver:
-    """The one run that writes in out_dir. All ranks call its methods: `lock` before a
-    checkpoint is chosen, `claim` when nothing can be refused any more, `look` in each step,
-    `save` when one is due, `finish` at the end.
-    eval_only: leave the directory as it is."""
+# ---------- who may write in a directory --------------------------------------
 
-    def __init__(self, out_dir, world, eval_only=False):
+
+class RunDirectory:
+    """out_dir, where one run at a time may write. A run locks it before it chooses a
+    checkpoint, and claims it once every check has passed: a run that is refused leaves
+    everything as it was. Of several ranks only rank 0 calls the methods."""
+
+    def __init__(self, out_dir):
         # Absolute, as the directory may be a link, or the one that we are in.
-        self.out_dir = os.path.realpath(out_dir)
-        self.world = world
-        self.eval_only = eval_only
-        self.run_id = None
-        self.lock_file = None
-        self.background = futures.ThreadPoolExecutor(1)
-        self.saving = None  # the future of a save, until `look` has seen its end
-        self.failed = False  # the last save that has ended
-        self.newest = None  # step of the newest checkpoint that a resume would find
-        self.best = None  # name of the sharded one that is the best
-        self.report = lambda step, seconds, stood: None  # called when a save has ended well
-        self.group = None
-        if dist.is_initialized():
-            # Its collectives must not mix with training's, and wait for the slowest disk.
-            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.path = os.path.realpath(out_dir)
+        self.lock_file = None  # the lock holds as long as this file is open
 
     def lock(self):
-        """Keep other runs out of out_dir until this process ends. If there is none yet, `claim`
-        makes and locks it: a run that is refused leaves nothing behind."""
-        if not self.eval_only:
-            from_rank0(self.world, self.lock_existing)
-
-    def lock_existing(self):
-        """Lock the file out_dir.lock beside out_dir: its directory may be renamed."""
-        if self.lock_file or not os.path.isdir(self.out_dir):
+        """Keep other runs out until this process ends, if the directory exists. The lock is on
+        a file beside it, because the directory may be renamed."""
+        if self.lock_file or not os.path.isdir(self.path):
             return
-        path = self.out_dir + ".lock"
+        path = self.path + ".lock"
         with writing(path):
             self.lock_file = open(path, "a+")
         try:
@@ -466,7 +544,7 @@ class Saver:
         except BlockingIOError:
             self.lock_file.seek(0)
             raise SystemExit(
-                f"out_dir={self.out_dir} is in use by {self.lock_file.read()}; wait until that "
+                f"out_dir={self.path} is in use by {self.lock_file.read()}; wait until that "
                 "run ends, or pass another --out_dir")
         except OSError as e:
             print(f"{path}: no locks here ({e.strerror}), so never start two runs there")
@@ -474,53 +552,102 @@ class Saver:
         me = f"process {os.getpid()} on {os.uname().nodename}"
         print(me, end="", file=self.lock_file, flush=True)
 
-    def claim(self, cfg, source, resumed=False):
-        """From here on this run writes there. A resumed one goes on under the id of its
-        checkpoint. Another renames the directory of an earlier run, whole."""
-        self.cfg = cfg
-        self.newest = source.header["iter_num"] if resumed else None
-        if self.eval_only:
-            return
-        self.run_id = from_rank0(self.world, lambda: self.new_run(source, resumed))
-        # Hugging Face's files, for an export, and LoRA's base.
-        before = source.header if source else {}
-        self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
-        self.best = source.header.get("best") if resumed else None
-
-    def new_run(self, source, resumed):
+    def claim(self, source, resumed=False):
+        """Make the directory if there is none, and return the run's id. A resumed run goes on
+        under the id of its source. Another run renames the directory of an earlier one, whole."""
         run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-        with writing(self.out_dir):
-            os.makedirs(self.out_dir, exist_ok=True)
-            self.lock_existing()
+        with writing(self.path):
+            os.makedirs(self.path, exist_ok=True)
+            self.lock()
             if resumed:
                 return source.header.get("run") or run_id  # nanoGPT's have none
-            names = os.listdir(self.out_dir)
+            names = os.listdir(self.path)
             of_a_run = {"ckpt.pt", "last.pt", "metrics.jsonl"}
             steps = [name for name in names if is_step(name.removesuffix(".pt"))]
             if steps or of_a_run.intersection(names):
-                aside = f"{self.out_dir}.{run_id}"
-                os.rename(self.out_dir, aside)
-                os.makedirs(self.out_dir)
-                print(f"{self.out_dir} had an earlier run; moved it to {aside}", flush=True)
+                aside = f"{self.path}.{run_id}"
+                os.rename(self.path, aside)
+                os.makedirs(self.path)
+                print(f"{self.path} had an earlier run; moved it to {aside}", flush=True)
         return run_id
 
-    def is_due(self, step, evaluated, improved):
-        """By the clock of save_interval, else at evaluations. Always if this one is to be kept:
-        a milestone, or the best."""
-        cfg = self.cfg
-        if cfg.save_interval:
-            due = step % cfg.save_interval == 0 or step >= cfg.max_iters
-        else:
-            due = evaluated and cfg.always_save_checkpoint
-        is_best = improved and not cfg.always_save_checkpoint
-        return due or is_best or is_milestone(step, cfg)
+
+# ---------- when one is due, and which ones stay ------------------------------
+
+
+def is_due(cfg, step, evaluated, improved):
+    """True if the run saves at this step: by the clock of save_interval, else at evaluations;
+    always if the checkpoint is to be kept, as a milestone or as the best."""
+    if cfg.save_interval:
+        due = step % cfg.save_interval == 0 or step >= cfg.max_iters
+    else:
+        due = evaluated and cfg.always_save_checkpoint
+    is_best = improved and not cfg.always_save_checkpoint
+    return due or is_best or is_milestone(step, cfg)
+
+
+def is_milestone(step, cfg):
+    """True if this step's checkpoint is never removed."""
+    return cfg.keep_every > 0 and step % cfg.keep_every == 0
+
+
+def remove_older(path, best, cfg):
+    """Remove the sharded checkpoints before `path`, and what killed runs have left half-written.
+    The newest cfg.keep_checkpoints stay, milestones too, and the best one, to which the link
+    out_dir/best then leads."""
+    out_dir, this = os.path.split(path)
+    # One with a higher number is damaged, or this run would have started from it. It stays.
+    complete = [name for name in complete_steps(out_dir) if name <= this]
+    stay = complete[-cfg.keep_checkpoints:]
+    stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
+    if best in complete:
+        stay.append(best)
+        replace_link(os.symlink, best, os.path.join(out_dir, "best"))
+    for name in filter(is_step, os.listdir(out_dir)):
+        if name < this and name not in stay:
+            remove_sharded(os.path.join(out_dir, name))
+
+
+# ---------- a run's saves -----------------------------------------------------
+
+
+class Saver:
+    """Writes a run's checkpoints, a full one at once and a sharded one in the background.
+    All ranks call its methods: `save` when one is due, `poll` in each step, `finish` at the end.
+    report: function of (step, seconds, seconds in which training was blocked), called when a
+    save has succeeded."""
+
+    def __init__(self, out_dir, run_id, cfg, world, source, resumed, report):
+        self.out_dir = out_dir
+        self.run_id = run_id
+        self.cfg = cfg
+        self.world = world
+        self.report = report
+        # Hugging Face's files, for an export, and an adapter's base.
+        before = source.header if source else {}
+        self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
+        self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))
+        self.best = None  # name of the best sharded checkpoint
+        self.newest = None  # step of the newest one, full or sharded
+        if resumed:
+            self.best = source.header.get("best")
+            self.newest = source.header["iter_num"]
+        self.failed = False  # True if the last save that has ended has failed
+        self.background = futures.ThreadPoolExecutor(1)
+        self.saving = None  # the future of a save in the background, until it is reported
+        self.times = None  # that save's step, start, and seconds in which it blocked training
+        self.group = None
+        if dist.is_initialized():
+            # Collectives in the background must not mix with training's. And ranks may wait
+            # for long for the slowest disk.
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def require_finite(self, loss, what, step):
-        """SystemExit if it is not. All ranks have the same loss, so all of them stop, and none
-        saves."""
+        """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so all of them
+        stop, and none saves."""
         if math.isfinite(loss):
             return
-        self.look(wait=True)  # one that is being written is of an earlier step, and good
+        self.wait()  # the save in the background is of an earlier step, and good
         rate = self.cfg.learning_rate
         line = f"{what} is {loss} at step {step}: lower learning_rate (now {rate})"
         if self.cfg.dtype != "float32":
@@ -530,149 +657,99 @@ class Saver:
         raise SystemExit(line)
 
     def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
-        """Write a full one; or out_dir/step-<n> in the background, as soon as the rows are
-        copied. If that fails, `look` says so. improved: this one is the best so far."""
+        """Save the state after this many steps. Returns when a full checkpoint is written, or
+        when the rows of a sharded one are copied to host memory.
+        improved: the validation loss is the best so far."""
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        self.look(wait=True)  # for the one before, which NaN in this one would cut off
+        self.wait()  # NaN in this state would cut off the save before
         start = time.perf_counter()
-        path = os.path.join(self.out_dir, f"step-{step:09d}")
-        full_name = "ckpt.pt"
-        best = self.best
-        if not self.cfg.always_save_checkpoint:
-            if improved:
-                best = os.path.basename(path)
-            else:
-                full_name = "last.pt"  # ckpt.pt is the best one's name
         tensors = flat_state(model, optimizer)
         require_finite_state(tensors, self.world, step)
-        names = {p: name for name, p in model.named_parameters()}
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        path = os.path.join(self.out_dir, f"step-{step:09d}")
+        is_best = improved and not self.cfg.always_save_checkpoint
         header = dict(
             model_args=model_args(self.cfg),
             config=asdict(self.cfg),
-            param_names=[names[p] for p in params],
-            param_groups=optimizer.state_dict()["param_groups"],
-            ties=[names for names in tied_names(model) if f"model.{names[0]}" in tensors],
+            **describe_parameters(model, optimizer, tensors),
             scaler=scaler.state_dict() or None,
-            meta=read_meta(data_dir(self.cfg.dataset)),
+            meta=self.meta,
             torch=str(torch.__version__),
             run=self.run_id,
             iter_num=step,
             best_val_loss=best_val_loss,
-            best=best,
+            best=os.path.basename(path) if is_best else self.best,
             **self.inherited,
         )
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}
-            self.saving = self.background.submit(self.save_full, path, full_name, flat, header)
-            # Wait, before training goes on: `flat` is a lot of memory.
-            futures.wait([self.saving])
-        else:
-            # What a killed run has left there.
-            from_rank0(self.world, lambda: remove_sharded(path))
-            # Copied to the host here, not in the background: a new thread's device is
-            # GPU 0. (dcp.async_save copies twice, and takes three times as long for that.)
-            rows = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
-            self.saving = self.background.submit(self.save_sharded, path, header, rows)
-        self.saved = step, start, time.perf_counter()
-        self.look()
+            # Under always_save_checkpoint=False only the best one has the name ckpt.pt.
+            name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
+            self.conclude(lambda: self.save_full(path, name, flat, header), step, start)
+            return
+        # A killed run may have left a part of one there.
+        from_rank0(self.world, lambda: remove_sharded(path))
+        # Copied to the host here, not in the background: a new thread's device is
+        # GPU 0. (dcp.async_save copies twice, and takes three times as long for that.)
+        rows = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
+        self.saving = self.background.submit(self.save_sharded, path, header, rows)
+        self.times = step, start, time.perf_counter() - start
 
     def save_full(self, path, name, flat, header):
-        """In the background, rank 0 alone: write out_dir/<name>; a milestone under the name
-        path.pt too, which no later one takes. Returns when that had ended."""
+        """Rank 0 writes out_dir/<name>; a milestone is path.pt too. Returns the finish time."""
         def write():
             full = os.path.join(self.out_dir, name)
-            if not is_milestone(header["iter_num"], self.cfg):
+            if is_milestone(header["iter_num"], self.cfg):
+                write_ckpt_pt(path + ".pt", flat, header)
+                replace_link(os.link, path + ".pt", full)
+            else:
                 write_ckpt_pt(full, flat, header)
-                return
-            write_ckpt_pt(path + ".pt", flat, header)
-            replace_link(os.link, path + ".pt", full)
 
         from_rank0(self.world, write, self.group)
         return time.perf_counter()
 
     def save_sharded(self, path, header, rows):
-        """In the background: all ranks write, then rank 0 completes it. What goes wrong on one
-        rank, all of them raise. Returns when it had ended."""
-        # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file before all
-        # of it has left Python's buffer, so we sync it ourselves.
-        writer = Writer(path, per_thread_copy_ahead=0, sync_files=False)
-        own = {}  # checksums of the files that this rank has written
-        error = None
-        try:
-            dcp.save(rows, storage_writer=writer, process_group=self.group)
-            for name in os.listdir(path):
-                is_mine = name.startswith(f"__{self.world.rank}_")  # as DCP names them
-                if is_mine or (name == ".metadata" and self.world.rank == 0):
-                    file = os.path.join(path, name)
-                    sync(file)
-                    own[name] = checksum(file)
-        except dcp.CheckpointException as e:  # of any rank; it derives from BaseException
-            cause, _ = next(iter(e.failures.values()))
-            error = first_line(cause)
-        except OSError as e:  # of this rank
-            error = first_line(e)
-        gathered = [(own, error)]
-        if self.group:
-            gathered = [None] * self.world.size if self.world.rank == 0 else None
-            dist.gather_object((own, error), gathered, group=self.group)
-        from_rank0(self.world, lambda: self.complete(path, header, gathered), self.group)
+        """In the background: all ranks write their rows, then rank 0 completes the checkpoint
+        and removes older ones. Returns the finish time."""
+        written = write_rows(path, rows, self.world, self.group)
+
+        def complete():
+            add_header(path, header, written)
+            self.best = header["best"]
+            remove_older(path, self.best, self.cfg)
+
+        from_rank0(self.world, complete, self.group)
         return time.perf_counter()
 
-    def complete(self, path, header, gathered):
-        """On rank 0: add the header, and remove older checkpoints.
-        gathered: each rank's checksums, and what went wrong there."""
-        header["files"] = {}
-        for files, error in gathered:
-            if error:
-                remove_sharded(path)  # the next save may need the room
-                raise cannot_write(path, error)
-            header["files"].update(files)
-        with writing(path):
-            missing = header["files"].keys() - set(os.listdir(path))
-        if missing:
-            raise SystemExit(
-                f"out_dir={self.cfg.out_dir} is not the same on all nodes, {path} lacks "
-                f"{min(missing)}: use a shared disk, or --checkpoint=full")
-        text = sealed(header).encode()
-        write_atomically(os.path.join(path, HEADER), lambda f: f.write(text))
-        with writing(path):
-            sync(self.out_dir)  # the name of path itself
-        # Only now remove older ones, and what a killed run has left half-written. Leave those
-        # with a higher number: they are damaged, or this run would have started from them.
-        this = os.path.basename(path)
-        complete = [name for name in complete_steps(self.out_dir) if name <= this]
-        stay = complete[-self.cfg.keep_checkpoints:]
-        stay += [name for name in complete if is_milestone(int(name[5:]), self.cfg)]
-        self.best = header["best"]
-        if self.best in complete:
-            stay.append(self.best)
-            replace_link(os.symlink, self.best, os.path.join(self.out_dir, "best"))
-        for name in filter(is_step, os.listdir(self.out_dir)):
-            if name < this and name not in stay:
-                remove_sharded(os.path.join(self.out_dir, name))
+    def poll(self):
+        """Report the save in the background if it has ended."""
+        if self.saving and self.saving.done():
+            self.wait()
 
-    def look(self, wait=False):
-        """Has a save failed? Then say so, and go on: the next one tries again.
-        wait: until the save in the background has ended."""
-        if not self.saving or not (wait or self.saving.done()):
-            return
-        saving = self.saving
-        self.saving = None
+    def wait(self):
+        """Wait for the save in the background, if there is one, and report it."""
+        if self.saving:
+            saving = self.saving
+            self.saving = None
+            self.conclude(saving.result, *self.times)
+
+    def conclude(self, finish, step, start, blocked=None):
+        """Report how a save has ended. finish() returns its finish time. If it raises
+        CannotWrite, a line says so, and the run goes on: the next save tries again.
+        blocked: seconds in which training was blocked; None for the whole time."""
         self.failed = True
         try:
-            end = saving.result()
+            end = finish()
         except CannotWrite as e:
             print0(self.world, e, file=sys.stderr)
             return
         self.failed = False
-        step, start, went_on = self.saved
         self.newest = step
-        self.report(step, end - start, went_on - start)
+        seconds = end - start
+        self.report(step, seconds, seconds if blocked is None else blocked)
 
     def finish(self):
         """Wait for the save in the background. SystemExit if the run's last save failed."""
-        self.look(wait=True)
+        self.wait()
         if not self.failed:
             return
         remedy = "start again"
@@ -683,18 +760,12 @@ class Saver:
             f"{remedy}")
 
 
-def remove_sharded(path):
-    """The header first: what a kill leaves is then no checkpoint, and not a damaged one."""
-    with suppress(OSError):
-        os.remove(os.path.join(path, HEADER))
-    shutil.rmtree(path, ignore_errors=True)
-
-
 # ---------- writing: all or nothing -------------------------------------------
 
 
 def write_atomically(path, write):
-    """Write path by write(file). A kill or a full disk leaves what was there before."""
+    """Call write(file) for a new file, and give it the name `path` once it is on the disk. A
+    kill or a full disk leaves the file that was there before."""
     tmp = path + ".tmp"
     with writing(path):
         try:
@@ -728,21 +799,21 @@ def sync(path):
 
 
 class CannotWrite(SystemExit):
-    """A failed write, in one line. A later one may succeed."""
+    """A write has failed: one line. A later one may succeed."""
 
 
 @contextmanager
 def writing(path):
-    """A failure to write inside is a CannotWrite."""
+    """Raise CannotWrite if the block cannot write."""
     try:
         yield
     except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
-        raise cannot_write(path, reason(e))
+        raise cannot_write(path, root_cause(e))
 
 
-def reason(e):
-    """The OSError that e came from, if any: after one torch.save fails again as it closes its
-    file, and says only "unexpected pos"."""
+def root_cause(e):
+    """The OSError that led to e, or else e. After an OSError torch.save fails again as it closes
+    its file, and then says only "unexpected pos"."""
     cause = e
     while cause and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -767,15 +838,15 @@ def main(argv):
     out_dir = argv[1]
     if not os.path.isdir(out_dir):
         raise SystemExit(f"{out_dir}: no such directory")
-    saver = Saver(out_dir, World())
-    saver.lock()  # a run there might remove what we read
+    directory = RunDirectory(out_dir)
+    directory.lock()  # a run there might remove what we read
     source = find(out_dir, World())
     if source is None:
         raise SystemExit(f"{out_dir}: no checkpoint there")
     if not source.sharded:
         print(f"{source.path} is a full checkpoint already")
         return
-    path = os.path.join(saver.out_dir, "ckpt.pt")
+    path = os.path.join(directory.path, "ckpt.pt")
     del source.header["files"]
     flat = {key: source.get(key) for key in source.shapes}
     write_ckpt_pt(path, flat, source.header)

@@ -5,14 +5,16 @@ The config: every key of a run, once, with its type, default, allowed values and
     cfg = resolve(cfg, world)     # 'auto' spelled out for these ranks and this device
 
 Config files are Python assignments. Files and --key=value flags apply left to right, the
-last wins. A model's own keys are in its file, in ModelConfig; name --model before them. Keys
-that nanoGPT has keep its names and meanings. A mistake is a SystemExit with one line.
+last wins. A model's own keys are in its file, in ModelConfig; name --model before them. An
+adapter's are in its file too, in AdapterConfig. Keys that nanoGPT has keep its names and
+meanings. A mistake is a SystemExit with one line.
 """
 
 import ast
 import builtins
 import difflib
 import functools
+import glob
 import importlib
 import inspect
 import math
@@ -36,11 +38,22 @@ import torch
 import torch.distributed as dist
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-LORA = ("lora_rank", "lora_alpha", "lora_targets")
-STRATEGIES = ("single", "ddp", "shard_grad_op", "full_shard", "hybrid_shard")
-SHARDED = STRATEGIES[2:]  # by FSDP2
-KEEPS_GATHERED = ("shard_grad_op",)  # each unit from its forward to its backward
-IN_GROUPS = ("hybrid_shard",)  # of ranks: each group has a copy of its own
+
+
+@dataclass(frozen=True)
+class Strategy:
+    sharded: bool = False  # by FSDP2
+    keeps_gathered: bool = False  # each unit stays whole from its forward to its backward
+    in_groups: bool = False  # each group of ranks has a copy of its own
+
+
+STRATEGIES = {
+    "single": Strategy(),
+    "ddp": Strategy(),
+    "shard_grad_op": Strategy(sharded=True, keeps_gathered=True),
+    "full_shard": Strategy(sharded=True),
+    "hybrid_shard": Strategy(sharded=True, in_groups=True),
+}
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -50,7 +63,7 @@ DTYPES = {
 # Where Triton and inductor look for it: Debian's default scheme would say /usr/local.
 PYTHON_H = os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")
 
-# A key's type says what it may be: a Python type, a test, and what an error then says.
+# A key's type: a Python type, a test of the value, and the words of an error.
 Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
 Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
@@ -93,18 +106,18 @@ class Config:
     # --- data
     dataset: Path = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
     #   a mixture by tokens: fineweb_edu:7,my_code:2,my_math:1
-    gradient_accumulation_steps: Positive = 40  # micro-batches a step over all ranks together
+    gradient_accumulation_steps: Positive = 40  # micro-batches per step, over all ranks together
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
     seed: Whole = 1337  # weights, data order, dropout: everything random follows from it
     # --- model
     model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py
     freeze: str = ""  # parameters whose name matches do not train, e.g. 'wte|wpe|h\.[0-9]\.'
-    # --- LoRA: train small matrices beside the blocks' linear layers (extras/lora.py)
-    lora_rank: Whole = 0  # 0: off; try 16. init_from names the base
-    lora_alpha: Number = 32.0  # what the adapters add is scaled by lora_alpha / lora_rank
-    lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'
+    adapter: str = ""  # NAME: train a few new parameters, as NAME.py says, in a frozen model that
+    #   init_from names. Its keys begin with its name, and one of them is enough;
+    #   --adapter=NAME --help lists them
     frozen_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    #   to keep the base in; bfloat16 takes half the memory, and wants dtype=bfloat16
+    #   the type that an adapter's frozen base is kept in; bfloat16 takes half the memory and
+    #   needs dtype=bfloat16
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
     momentum: BelowOne = 0.95  # Muon's
@@ -135,7 +148,7 @@ class Config:
     cpu_offload: Fraction = 0.0  # share of the blocks in host memory; take few large micro-batches
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     #   selective recomputes the cheap parts, full whole blocks: least memory, a third more compute
-    activation_offload: bool = False  # what activation_checkpointing=full keeps, in host memory
+    activation_offload: bool = False  # keep activation_checkpointing=full's inputs in host memory
     loss_chunks: Whole = 0  # N: head and loss in N pieces, twice: logits never exist whole; try 8
     prefetch_blocks: Whole = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 or more cost memory
     grad_sync: Literal["auto", "every", "last"] = "auto"
@@ -147,21 +160,41 @@ class Config:
 
 def model_file(name):
     """The module that --model names: model.py, or NAME.py at the top or in extras/."""
-    file = "model" if name == "gpt2" else str(name)
+    file = "model" if name == "gpt2" else name
+    return named_file("model", file, "Model", "ModelConfig")
+
+
+def adapter_file(name):
+    """The module that --adapter names: NAME.py at the top or in extras/."""
+    return named_file("adapter", name, "adapt", "AdapterConfig")
+
+
+def named_file(key, file, function, keys):
+    """The module that a key names. It must have a function or class, and a dataclass of keys."""
     module = None
     # Only these are imported: any import runs a file, and a checkpoint may name anything.
-    if file.isidentifier():
+    if str(file).isidentifier():
         if os.path.exists(os.path.join(HERE, f"{file}.py")):
             module = importlib.import_module(file)
         elif os.path.exists(os.path.join(HERE, "extras", f"{file}.py")):
             module = importlib.import_module(f"extras.{file}")
     if module is None:
         raise SystemExit(
-            f"model={name!r}: no such file; gpt2 is model.py, any other NAME is NAME.py beside "
-            "it or in extras/")
-    if hasattr(module, "Model") and is_dataclass(getattr(module, "ModelConfig", None)):
+            f"{key}={file!r}: no such file; a NAME is NAME.py beside model.py, or in extras/")
+    if hasattr(module, function) and is_dataclass(getattr(module, keys, None)):
         return module
-    raise SystemExit(f"model={name!r}: {file}.py lacks a Model or a dataclass ModelConfig")
+    raise SystemExit(f"{key}={file!r}: {file}.py lacks {function} or a dataclass {keys}")
+
+
+def adapter_of(key):
+    """The adapter whose key it is: the keys of NAME.py begin with NAME_. "" if there is none."""
+    for path in glob.glob("*.py", root_dir=HERE) + glob.glob("extras/*.py", root_dir=HERE):
+        name = os.path.basename(path).removesuffix(".py")
+        if key.startswith(f"{name}_"):
+            with open(os.path.join(HERE, path)) as f:
+                if "class AdapterConfig" in f.read():
+                    return name
+    return ""
 
 
 def extra(name, wanted_by):
@@ -183,36 +216,57 @@ def package(name, wanted_by):
 
 
 @functools.cache
-def config_class(model):
-    """Config's keys and those of the model's ModelConfig, in one dataclass."""
-    model_keys = model_file(model).ModelConfig
-    for f in fields(model_keys):
-        key = f"model={model!r}: ModelConfig.{f.name}, a {f.type!r},"
-        if f.name in Config.__dataclass_fields__:
-            raise SystemExit(f"{key} needs another name: every run has a key {f.name}")
-        is_plain = f.type in PLAIN or get_origin(f.type) is Literal
-        if f.default is MISSING or not is_plain:
-            raise SystemExit(
-                f"{key} must be an int, float, bool, str or Literal, with a default "
-                "(and the file without from __future__ import annotations)")
+def config_class(model, adapter=""):
+    """The keys of Config, of the model's ModelConfig and of the adapter's AdapterConfig, in one
+    dataclass."""
+    parts = {f"model={model!r}": model_file(model).ModelConfig}
+    if adapter:
+        parts[f"adapter={adapter!r}"] = adapter_file(adapter).AdapterConfig
+    taken = set(Config.__dataclass_fields__)
+    for named, part in parts.items():
+        for f in fields(part):
+            key = f"{named}: {part.__name__}.{f.name}, a {f.type!r},"
+            if f.name in taken:
+                raise SystemExit(f"{key} needs another name: there is another key {f.name}")
+            is_plain = f.type in PLAIN or get_origin(f.type) is Literal
+            if f.default is MISSING or not is_plain:
+                raise SystemExit(
+                    f"{key} must be an int, float, bool, str or Literal, with a default "
+                    "(and the file without from __future__ import annotations)")
+            taken.add(f.name)
+
+    def check(self):
+        for part in parts.values():
+            if hasattr(part, "__post_init__"):
+                part.__post_init__(self)
+
     own = [
-        ("model", str, model),  # the default of this key
-        ("given", list, field(default_factory=list)),  # no key: those that files and flags set
+        ("model", str, model),  # the defaults of these keys
+        ("adapter", str, adapter),
+        ("given", list, field(default_factory=list)),  # keys set explicitly; not itself a key
     ]
-    return make_dataclass("RunConfig", own, bases=(Config, model_keys))
+    methods = {"__post_init__": check}
+    return make_dataclass("RunConfig", own, bases=(Config, *parts.values()), namespace=methods)
+
+
+def part_of(cfg, cls):
+    """{key: value} of the keys in cfg that cls, a ModelConfig or AdapterConfig, has."""
+    return {f.name: getattr(cfg, f.name) for f in fields(cls)}
 
 
 def model_config(cfg):
-    """The part of cfg that the model's own ModelConfig has."""
+    """The model's own ModelConfig, with cfg's values."""
     cls = model_file(cfg.model).ModelConfig
-    return cls(**{f.name: getattr(cfg, f.name) for f in fields(cls)})
+    return cls(**part_of(cfg, cls))
 
 
 def model_args(cfg):
-    """The model's keys, and LoRA's, as a checkpoint keeps them: who opens it needs no flags."""
+    """The model's keys, and the adapter's, as a checkpoint keeps them: opening it then
+    needs no flags."""
     args = asdict(model_config(cfg))
-    if cfg.lora_rank:
-        args.update({key: getattr(cfg, key) for key in LORA})
+    if cfg.adapter:
+        args["adapter"] = cfg.adapter
+        args.update(part_of(cfg, adapter_file(cfg.adapter).AdapterConfig))
     return args
 
 
@@ -224,27 +278,45 @@ def load_config(argv, flags=()):
     for arg in argv:
         if arg.startswith("--") and "=" in arg:
             key, _, text = arg[2:].partition("=")  # the value may contain another =
-            if key == "model":
-                cls = config_class(text)
+            cls = class_with(cls, {key: text})
             kind, _, _ = rule(key, cls, arg, flags)
             assigned = {key: text if kind is str else parse(text)}
         elif arg.startswith("--"):
-            rule(arg[2:], cls, arg, flags)  # if there is such a key, its value is missing
+            require_key(arg[2:], cls, arg, flags)
             raise SystemExit(f"{arg}: write --key=value, without a space")
         else:
             assigned = run_file(arg, before={**vars(cls()), **values})
-            cls = config_class(assigned.get("model", cls.model))
+            cls = class_with(cls, assigned)
         for key, value in assigned.items():
             values[key] = coerce(key, value, cls, arg, flags)
-    for key in values:
-        if key not in cls.__dataclass_fields__:  # it stood before --model
+    for key in list(values):
+        if key in cls.__dataclass_fields__:
+            continue
+        if not adapter_of(key):  # it stood before --model
             raise SystemExit(f"{key}: model={cls.model} has no such key; use --help")
+        del values[key]  # --adapter= came after it
     return make_config(cls, {**values, "given": list(values)})
 
 
+def class_with(cls, assigned):
+    """The config class after {key: value}: --model and --adapter name another one, and so does a
+    key of an adapter."""
+    model = assigned.get("model", cls.model)
+    adapter = assigned.get("adapter", cls.adapter)
+    if "adapter" not in assigned:
+        known = config_class(model, adapter).__dataclass_fields__
+        for key in assigned:
+            if key not in known:
+                adapter = adapter_of(key) or adapter
+    return config_class(model, adapter)
+
+
 def run_file(path, before):
-    """{key: value} of what the file assigns. It may compute with the values before it."""
-    # Earlier values go into builtins, so that scope holds only what the file assigns.
+    """{key: value} of the file's assignments. It may compute with the values before it."""
+    moved = os.path.join("extras", path)
+    if not os.path.exists(path) and os.path.exists(os.path.join(HERE, moved)):
+        raise SystemExit(f"{path}: it is not here; {moved} is")
+    # Earlier values go into builtins, so that scope holds only the file's assignments.
     scope = {"__builtins__": {**vars(builtins), **before}}
     try:
         with open(path) as f:
@@ -262,22 +334,21 @@ def run_file(path, before):
     return assigned
 
 
-def with_model(cfg, model, sizes, where):
+def with_sizes(cfg, model, sizes, where, whole_context=True):
     """cfg with a checkpoint's model and sizes; dropout stays this run's. `where` has them.
-    SystemExit if a file or flag has set another one. (A shorter context is no other model.)
-    """
-    if "model" in cfg.given and cfg.model != model:
-        refuse("model", cfg.model, model, where)
-    cls = config_class(model)
+    SystemExit if a file or a flag has set another value, but for a shorter block_size, which may
+    be set. whole_context=False: take cfg's shorter one even if it is only the default."""
+    cls = class_with(config_class(model, cfg.adapter), sizes)
     values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
-    values["model"] = model
-    for key, value in sizes.items():
+    for key, value in {"model": model, **sizes}.items():
         if key == "dropout":
             continue
         value = coerce(key, value, cls, where)
         ours = values.get(key, value)  # this run's model may have no such key
-        shorter = key == "block_size" and ours < value
-        if key in cfg.given and ours != value and not shorter:
+        is_shorter = key == "block_size" and ours < value
+        if is_shorter and (key in cfg.given or not whole_context):
+            value = ours
+        if key in cfg.given and ours != value:
             refuse(key, ours, value, where)
         values[key] = value
     return make_config(cls, values)
@@ -289,8 +360,8 @@ def refuse(key, ours, theirs, where):
         "another out_dir or init_from")
 
 
-# The keys that change a run's numbers. One that resumes with another value is told so.
-NUMBERS = (
+# A run that resumes with another value of these is told so: they change its results.
+AFFECTS_RESULTS = (
     "dataset", "gradient_accumulation_steps", "batch_size", "seed", "freeze", "momentum",
     "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip", "decay_lr",
     "warmup_iters", "lr_decay_iters", "min_lr", "block_size", "dropout",
@@ -300,7 +371,7 @@ NUMBERS = (
 def differences(before, cfg):
     """["key=new (was old)"]; before: {key: value} of a checkpoint."""
     changed = []
-    for key in NUMBERS:
+    for key in AFFECTS_RESULTS:
         value = getattr(cfg, key, None)  # Llama has no dropout
         if before.get(key, value) != value:
             changed.append(f"{key}={value!r} (was {before[key]!r})")
@@ -314,14 +385,20 @@ def make_config(cls, values):
         raise SystemExit(f"{e} (model={cls.model})")
 
 
-def rule(key, cls, where, flags=()):
-    """(Python type, test, what an error then says) of a key."""
-    types = {f.name: f.type for f in fields(cls) if f.name != "given"}
-    if key not in types:
-        near = difflib.get_close_matches(key, [*flags, *types], 1)
+def require_key(key, cls, where, flags=()):
+    """SystemExit if there is no such key, with one that may have been meant."""
+    names = [f.name for f in fields(cls) if f.name != "given"]
+    if key not in names:
+        near = difflib.get_close_matches(key, [*flags, *names], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: no key {key} (model={cls.model}); {hint} (--model comes first)")
-    allowed = PLAIN.get(types[key], types[key])
+
+
+def rule(key, cls, where, flags=()):
+    """(the Python type of a key, a test of its value, the words of an error)."""
+    require_key(key, cls, where, flags)
+    allowed = cls.__dataclass_fields__[key].type
+    allowed = PLAIN.get(allowed, allowed)
     if get_origin(allowed) is Literal:
         choices = get_args(allowed)
         return type(choices[0]), choices.__contains__, f"one of {', '.join(map(repr, choices))}"
@@ -341,17 +418,19 @@ def coerce(key, value, cls, where, flags=()):
 
 
 def parse(text):
-    """A flag's number, True or False; what is none of these stays as it is."""
+    """A flag's number, True or False; any other text stays as it is."""
     try:
         return ast.literal_eval(text.capitalize())  # also true, false
     except (SyntaxError, ValueError):
         return text
 
 
-def help_text(usage, model="gpt2"):
+def help_text(usage, model="gpt2", adapter=""):
     """usage, then every key with its default and its comment in the code."""
     lines = [usage.strip()]
     classes = [Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])]
+    if adapter:
+        classes.append(adapter_file(adapter).AdapterConfig)
     source = "".join(inspect.getsource(cls) for cls in classes)
     for line in source.splitlines():
         key = re.match(r"    (\w+): .+? = (\S+)", line)
@@ -366,7 +445,7 @@ def help_text(usage, model="gpt2"):
     return "\n".join(lines)
 
 
-# ---------- what a config means on these ranks --------------------------------
+# ---------- resolved for these ranks and this device ---------------------------
 
 
 def resolve(cfg, world, distributed=None):
@@ -374,32 +453,34 @@ def resolve(cfg, world, distributed=None):
     keys can not be combined. distributed: is there a process group, or would there be?"""
     if distributed is None:
         distributed = dist.is_initialized()
-    if not cfg.strategy:
-        cfg = replace(cfg, strategy="full_shard" if distributed else "single")
-    if cfg.dtype == "auto":
-        cfg = replace(cfg, dtype=best_dtype(world.device))
-    for key, wrong, remedy in conflicts(cfg, world, distributed):
+    strategy = cfg.strategy or ("full_shard" if distributed else "single")
+    dtype = best_dtype(world.device) if cfg.dtype == "auto" else cfg.dtype
+    grad_sync = cfg.grad_sync
+    if grad_sync == "auto":
+        grad_sync = "last" if strategy == "ddp" else "every"
+    group = cfg.shard_group_size
+    if STRATEGIES[strategy].in_groups:
+        group = group or world.local_size
+    spelled_out = replace(
+        cfg, strategy=strategy, dtype=dtype, grad_sync=grad_sync, shard_group_size=group)
+    for key, wrong, remedy in conflicts(spelled_out, cfg, world, distributed):
         if wrong:
-            mode = f"strategy={cfg.strategy} on {world.device.type}, world size {world.size}"
+            mode = f"strategy={strategy} on {world.device.type}, world size {world.size}"
             if key != "strategy":
-                mode = f"{key}={getattr(cfg, key)!r} with {mode}"
+                mode = f"{key}={getattr(spelled_out, key)!r} with {mode}"
             raise SystemExit(f"{mode}: {remedy}")
-    if cfg.grad_sync == "auto":
-        cfg = replace(cfg, grad_sync="last" if cfg.strategy == "ddp" else "every")
-    if cfg.strategy in IN_GROUPS and not cfg.shard_group_size:
-        cfg = replace(cfg, shard_group_size=world.local_size)
-    return cfg
+    return spelled_out
 
 
-def conflicts(cfg, world, distributed):
-    """[(key, is it wrong?, remedy)]."""
+def conflicts(cfg, asked, world, distributed):
+    """[(key, True if it is wrong, remedy)]; asked: the config before 'auto' was spelled out."""
     size = world.size
     kind = world.device.type
     single = cfg.strategy == "single"
-    group = cfg.shard_group_size or world.local_size
-    uneven_groups = cfg.strategy in IN_GROUPS and size % group
+    group = cfg.shard_group_size
+    uneven_groups = STRATEGIES[cfg.strategy].in_groups and size % group
     mode = cfg.activation_checkpointing
-    # wrap_min_params may put units inside of what is recomputed.
+    # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
     # Inductor writes C++ for CPUs; for GPUs Triton builds its launcher in C.
     compilers = {
@@ -418,16 +499,16 @@ def conflicts(cfg, world, distributed):
         ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,
          f"it counts all ranks' micro-batches; use a multiple of {size}"),
         ("dtype", cfg.dtype == "float8" and cfg.strategy == "ddp",
-         "it is for what FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
-        ("dtype", cfg.dtype == "float8" and cfg.lora_rank,
-         "LoRA's layers have no float8; use --dtype=bfloat16"),
+         "it needs parameters that FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
+        ("dtype", cfg.dtype == "float8" and cfg.adapter,
+         f"the layers of adapter={cfg.adapter} have no float8; use --dtype=bfloat16"),
         ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
          f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
         ("cpu_offload", cfg.cpu_offload and cfg.dtype in ("float8", "float16"),
          f"{cfg.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or "
          "float32"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
-         "it moves what checkpointing keeps; use --activation_checkpointing=full "
+         "it moves the inputs that checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),
         ("wrap_min_params",
          inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),
@@ -438,18 +519,19 @@ def conflicts(cfg, world, distributed):
         ("compile", cfg.compile and compilers and not os.path.exists(PYTHON_H),
          f"compiling needs {PYTHON_H}; install python3-dev, or use --compile=False"),
     ]
-    parallel = STRATEGIES[1:]
+    parallel = [name for name in STRATEGIES if name != "single"]
+    sharded = [name for name, row in STRATEGIES.items() if row.sharded]
     only = {
-        "cpu_offload": SHARDED,
-        "wrap_min_params": SHARDED,
-        "prefetch_blocks": SHARDED,
+        "cpu_offload": sharded,
+        "wrap_min_params": sharded,
+        "prefetch_blocks": sharded,
         "reduce_dtype": parallel,
         "grad_sync": parallel,
-        "shard_group_size": IN_GROUPS,
+        "shard_group_size": [name for name in sharded if STRATEGIES[name].in_groups],
     }
     for key, strategies in only.items():
         default = getattr(Config, key)
-        given = getattr(cfg, key) != default
+        given = getattr(asked, key) != default
         remedy = f"it is for {', '.join(strategies)}; use --{key}={default}"
         table.append((key, given and cfg.strategy not in strategies, remedy))
     return table

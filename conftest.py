@@ -15,7 +15,9 @@ import configurator  # noqa: E402
 def models(tmp_path, monkeypatch):
     """tmp_path, as if the files in it lay beside model.py: for --model, also of forked ranks."""
     for name in ("model.py", "extras"):
-        (tmp_path / name).symlink_to(os.path.join(configurator.HERE, name))
+        path = os.path.join(configurator.HERE, name)
+        if os.path.exists(path):  # a fork may have deleted extras/
+            (tmp_path / name).symlink_to(path)
     monkeypatch.setattr(configurator, "HERE", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)

@@ -35,7 +35,8 @@ their gradients reduced, in one collective. Hooks do it, so no line here shows i
     backward of unit i    gather i - 1 meanwhile;                compute, free i, reduce its
                           compute, free i, reduce its gradients  gradients
 
-The root is what no unit has. It stays gathered from its forward to the end of backward.
+The root unit holds every parameter outside the other units. It stays gathered from its
+forward to the end of backward.
 
 So every rank must call the same units in the same order, and backward must reach the same.
 If one skips a block at random, the ranks gather rows of different blocks as one, and train
@@ -102,15 +103,15 @@ def shard(
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
     In place (all ranks).
 
-    model: in fp32, else it is a ValueError; what is frozen may be in bf16. Freeze before,
+    model: in fp32, else it is a ValueError; frozen parameters may be in bf16. Freeze before,
         since FSDP2 groups parameters by requires_grad.
         Parameters on the meta device get memory for this rank's rows, without values yet.
         Parameters that have values, in MyModel() or from_pretrained(), keep them. Every rank
         must hold the same ones, since it takes its own rows of them. So each process needs
-        host memory for the whole model, and a GPU holds one unit of it whole at a time.
+        host memory for the whole model, and each GPU holds one whole unit of it at a time.
         Buffers are not sharded. They keep their values and move to the device; one on the
         meta device is a ValueError.
-    units: modules, inner before outer. What none of them has is the root's. Tied parameters
+    units: modules, inner before outer. The root unit holds every other parameter. Tied parameters
         must be in one unit, or in the root.
     param_dtype: to gather and compute in. Rows and optimizer state stay fp32.
     reduce_dtype: to add gradients up in, over the ranks. bfloat16 is then also the type in
@@ -120,8 +121,8 @@ def shard(
         (ZeRO-3), or keep it until then (ZeRO-2).
     cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;
         at 1.0 the root too.
-    prefetch_units: gather so many ahead. 0 leaves it to FSDP2, which gathers one ahead in
-        backward only; 2 or more cost memory.
+    prefetch_units: gather this many units ahead. 0 leaves it to FSDP2, which gathers one ahead
+        in backward only; 2 or more cost memory.
     """
     refuse_meta_buffers(model)
     refuse_rounded_parameters(model)
@@ -149,6 +150,7 @@ def shard(
         reshard_after_forward=False,  # backward begins with the root
         offload_policy=on_host if model in offloaded else on_device,
     )
+    model.keeps_gathered = not reshard_after_forward  # for set_grad_sync
     # All ranks must reduce the same gradients. If a micro-batch leaves a parameter
     # without one on some rank (an expert that got no token), that rank contributes zeros.
     model.set_reduce_scatter_unused_params(True)
@@ -172,7 +174,7 @@ def shard(
 
 def allocate(model, device):
     """For one process, or before `replicate`: parameters on the meta device get memory for
-    all of them, without values yet. What has values moves to the device."""
+    all of them, without values yet. Parameters that have values move to the device."""
     refuse_meta_buffers(model)
     materialize(model, device)
     for t in (*model.parameters(), *model.buffers()):
@@ -182,7 +184,7 @@ def allocate(model, device):
 def materialize(module, device):
     """Memory for the parameters that are on the meta device. (to_empty, as in minimal.py, would
     overwrite buffers, and untie parameters that are not sharded.)"""
-    made = {}  # {parameter on meta: what takes its place}
+    made = {}  # {parameter on meta: its replacement}
     for inner in module.modules():
         for name, p in list(inner.named_parameters(recurse=False)):
             if p.is_meta:
@@ -202,7 +204,7 @@ def refuse_meta_buffers(model):
 
 
 def refuse_rounded_parameters(model):
-    """ValueError if what trains is not in fp32: nor would its rows and moments be."""
+    """ValueError if a trained parameter is not in fp32: nor would its rows and moments be."""
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype != torch.float32:
             raise ValueError(
@@ -235,15 +237,15 @@ def replicate(model, reduce_dtype: torch.dtype = torch.float32):
     return wrapped
 
 
-# ---------- units: what is gathered together ----------------------------------
+# ---------- units: modules gathered together ----------------------------------
 
 
 def find_units(model, blocks, min_params: int = 0):
-    """The units, inner before outer: what several blocks share, an embedding larger than a
+    """The units, inner before outer: modules that several blocks share, an embedding larger than a
     block (in the root it would be gathered for the whole step), and the blocks.
 
-    With min_params, by FSDP1's size-based policy: any module with at least so many
-    parameters that are in no unit yet. Tied parameters stay in the root, since PyTorch
+    With min_params, by FSDP1's size-based policy: any module with at least that
+    many parameters that are in no unit yet. Tied parameters stay in the root, since PyTorch
     refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
     if not min_params:
@@ -255,7 +257,7 @@ def find_units(model, blocks, min_params: int = 0):
     units = []
 
     def visit(module):
-        """Make units of what is in module, maybe of itself; return the parameters left."""
+        """Make units of the modules inside, maybe of module itself; return the parameters left."""
         left = list(module.parameters(recurse=False))
         for child in module.children():
             left += visit(child)
@@ -270,7 +272,7 @@ def find_units(model, blocks, min_params: int = 0):
 
 
 def shared_modules(blocks):
-    """The modules with parameters that several blocks have. Not what is inside of them."""
+    """The modules with parameters that several blocks have, without the modules inside them."""
     times = Counter(module for block in blocks for module in block.modules())
     shared = []
     inner = set()
@@ -338,7 +340,7 @@ def prefetch(model, units, n):
 
 @contextmanager
 def check_units(model):
-    """Inside, the ranks compare what each does next: which unit's forward or backward. If
+    """Inside, the ranks compare their next event: which unit's forward or backward. If
     they differ, all raise a ValueError. So they do if a unit changes a list or dict that it
     is given, since FSDP2 gives it a copy. Each comparison waits for all ranks, so use it for
     a few steps."""
@@ -379,7 +381,7 @@ def watch_unit(unit, name):
         if list(map(id, left)) != list(map(id, given)):
             compare_ranks(
                 f"{name} changed a list or dict that it was given. That is FSDP2's copy, "
-                "so its caller does not see it: return what is new instead",
+                "so its caller does not see it: return the new object instead",
                 is_mistake=True)
         compare_ranks(f"end of forward of {name}")
         tensors = [t for t in inside(output) if isinstance(t, torch.Tensor)]
@@ -388,7 +390,7 @@ def watch_unit(unit, name):
 
     def before_backward(grad):
         compare_ranks(f"backward of {name}")
-        # When backward ends, FSDP2 reduces what is left.
+        # When backward ends, FSDP2 reduces the remaining gradients.
         at_end = partial(compare_ranks, "end of backward")
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
@@ -446,7 +448,8 @@ def checkpointed(block, forward, options, *args, **kwargs):
     return output
 
 
-# What "selective" keeps. Not baddbmm: the T x T scores of attention that is written out.
+# "selective" keeps the results of these. Not of baddbmm: the T x T scores of written-out
+# attention.
 PRODUCTS = {
     torch.ops.aten.mm,
     torch.ops.aten.addmm,
@@ -491,10 +494,9 @@ def autocast(wrapped, device_type: str, dtype: torch.dtype):
     return torch.autocast(device_type, dtype, enabled=on)
 
 
-def set_grad_sync(
-    wrapped, is_last_micro_batch: bool, *, every: bool = True, keep_gathered: bool = False
-):
-    """What the next backward will reduce; call it before each micro-batch's forward.
+def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
+    """Choose the gradients that the next backward reduces; call it before each micro-batch's
+    forward.
 
                         every=True                       every=False
     DDP                 all-reduce in each backward      all-reduce in the last
@@ -503,18 +505,23 @@ def set_grad_sync(
     between the groups  all-reduce in the last           all-reduce in the last
     of hybrid sharding
 
-    keep_gathered: with reshard_after_forward=False, and every=False, keep parameters gathered
-        from one micro-batch to the next as well (ZeRO-1's traffic).
+    With every=False and reshard_after_forward=False parameters also stay gathered from one
+    micro-batch to the next (ZeRO-1's traffic).
     """
     sync = is_last_micro_batch or every
     if isinstance(wrapped, DistributedDataParallel):
         wrapped.require_backward_grad_sync = sync  # what DDP's no_sync() sets
     elif isinstance(wrapped, FSDPModule):
         wrapped.set_requires_gradient_sync(sync)
-        # Between the groups of hybrid sharding: once a step, however many micro-batches.
+        # Between the groups of hybrid sharding: once per step, however many micro-batches.
         wrapped.set_requires_all_reduce(is_last_micro_batch)
-        if keep_gathered and not every:
+        if wrapped.keeps_gathered and not every:
             wrapped.set_reshard_after_backward(is_last_micro_batch)
+
+
+def zero_grad(wrapped, optimizer):
+    """Forget the gradients. DDP's are views of its buckets and must stay there (see replicate)."""
+    optimizer.zero_grad(set_to_none=not isinstance(wrapped, DistributedDataParallel))
 
 
 def clip_grad_norm(wrapped, max_norm: float):
@@ -565,7 +572,7 @@ def inference(wrapped):
 
 
 def reshard(wrapped):
-    """Free what a forward without backward has left gathered. Until then the module's
+    """Free the units that a forward without backward has left gathered. Until then the module's
     parameters are those copies, and the optimizer's step would not show in them."""
     for module in wrapped.modules():
         if isinstance(module, FSDPModule):
@@ -587,7 +594,7 @@ def gather_full(t):
     if ranks[0] > 0:
         return None  # the first group gathers; the others hold equal copies
     per_rank = math.ceil(len(t) / len(ranks))
-    # Each rank sends as many rows, so some of them are padding. They are sent from the
+    # All ranks must send equally many rows, so the last ones pad. They are sent from the
     # device: NCCL sends no host memory.
     own = t.to_local()
     rows = own.new_zeros(per_rank, *t.shape[1:], device=t.device_mesh.device_type)

@@ -1,15 +1,16 @@
 """
-What rank 0 reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
+Rank 0's reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
 wandb and TensorBoard if you ask for them.
 
-    flops = step_flops(meta_model(cfg), cfg, world)                  # for MFU
-    log = Log(cfg, world, saver.out_dir, saver.run_id, step, flops)  # no run_id: only print
+    flops = step_flops(model, cfg, world)                # for MFU
+    log = Log(cfg, world, out_dir, run_id, step, flops)  # no run_id: only print
     log.step(step, loss, norm, lr, scale, waited)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 """
 
+import copy
 import json
 import math
 import os
@@ -64,12 +65,12 @@ def peak_flops(device):
 
 
 def step_flops(model, cfg, world):
-    """FLOPs of a step of all ranks, for MFU: 0 where the device's peak is not known. Counting
-    takes as long as several steps of a small model. model: on the meta device, and not the one
-    that will train, since its forward runs."""
+    """FLOPs of a step of all ranks, for MFU; 0 if the device's peak is not known. Counting
+    takes as long as several steps of a small model. model: on the meta device."""
     if not peak_flops(world.device):
         return 0
-    return flops_per_token(model, world) * tokens_per_step(cfg)
+    # A copy, since its forward and backward run.
+    return flops_per_token(copy.deepcopy(model), world) * tokens_per_step(cfg)
 
 
 def tokens_per_step(cfg):
@@ -77,7 +78,7 @@ def tokens_per_step(cfg):
 
 
 def flops_per_token(model, world):
-    """FLOPs of forward and backward for a token, as PyTorch counts them on the meta device: 6
+    """FLOPs per token of forward and backward, as PyTorch counts them on the meta device: 6
     for each weight in a product, 12 T C a layer for attention (PaLM, appendix B), less what
     frozen parameters spare. 0 if they cannot be counted."""
     idx = torch.zeros(1, model.config.block_size, dtype=torch.long, device="meta")
@@ -100,8 +101,8 @@ def peak_memory(device):
 
 
 def allocator(device):
-    """Of CUDA's caching allocator: {the peak of what it has reserved, in bytes; how often it
-    found no room, and freed its cache to try again}; elsewhere None of each."""
+    """CUDA's caching allocator: its peak of reserved bytes, and how often it found no room and
+    freed its cache to try again. On other devices None of each."""
     stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
     return {
         "peak_reserved": stats.get("reserved_bytes.all.peak"),
@@ -131,7 +132,7 @@ def describe(cfg, model, batches, source, world):
         epochs.append(f"epoch{of} = {len(files) / (samples * share):,.0f} steps")
     yield (
         f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
-        f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens a step, "
+        f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens per step, "
         f"{', '.join(epochs)}")
     for name, files in batches.files["train"].items():
         val = batches.files["val"][name]
@@ -170,7 +171,7 @@ class Log:
         self.peak_flops = peak_flops(world.device)
         self.flops = flops
         if world.device.type == "cuda":
-            # What a step takes, not what building the model took.
+            # The peak of a step, without that of building the model.
             torch.cuda.reset_peak_memory_stats(world.device)
         self.file = self.wandb = self.tensorboard = None
         if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
@@ -199,8 +200,8 @@ class Log:
         self.since += time.time() - start
 
     def step(self, step, loss, norm, lr, scale, waited):
-        """Log this step's numbers, and the time of a step since the last call.
-        waited: seconds in which these steps have waited for their batches."""
+        """Log this step's numbers, and the mean time of a step since the last call.
+        waited: seconds that these steps have waited for their batches."""
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
@@ -256,12 +257,12 @@ class Log:
         print0(self.world, line)
         self.write(row)
 
-    def saved(self, step, seconds, stood):
-        """A save has ended. stood: the seconds of it in which no step ran. The next step's row
+    def saved(self, step, seconds, blocked_s):
+        """A save has ended. blocked_s: seconds that training was blocked. The next step's row
         has them: one of its own would come late, as the save ran in the background."""
         print0(self.world, f"saved step {step} in {seconds:.2f}s, of which training stood still "
-                           f"for {stood:.2f}s")
-        self.save = dict(save_s=seconds, save_stood_s=stood)
+                           f"for {blocked_s:.2f}s")
+        self.save = dict(save_s=seconds, save_stood_s=blocked_s)
 
     def write(self, row):
         if self.file:

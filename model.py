@@ -10,8 +10,8 @@ Sizes: B sequences of T tokens, C = n_embd, nh heads of hs = C / nh, V = vocab_s
 Architecture: Radford et al. 2019 (GPT-2): pre-LayerNorm, learned positions, GELU, a tied
 head.
 
-Another model is another file like this one: `--model=NAME` takes NAME.py beside it or in
-extras/. It defines ModelConfig, a dataclass of keys, and Model, an nn.Module that has
+Another model is another file like this one: `--model=NAME` takes NAME.py beside it. It defines
+ModelConfig, a dataclass of keys, and Model, an nn.Module that has
     config                           its ModelConfig
     blocks                           the repeated layers in forward order: FSDP's units
     forward(idx, targets, cache)     -> (logits, loss). With targets: logits (B, T, V) or None,

@@ -1,5 +1,5 @@
 """
-What turns gradients into steps: AdamW and the learning rate. (Muon is extras/muon.py.)
+From gradients to steps: AdamW and the learning rate.
 
     optimizer = make_adamw(model.parameters(), cfg)   # after sharding, before any forward
     lr = learning_rate_at(step, cfg)

@@ -1,5 +1,5 @@
 """
-Processes: who am I among the ranks, how ranks agree, stop together, and leave.
+Processes: their ranks, and how they agree, stop together and leave.
 
     world = setup("auto", "auto")            # rank, size, device; opens the process group
     stop = StopSignal(world)                 # SIGTERM, Ctrl-C: stop after the same step
@@ -80,7 +80,7 @@ def open_group(rank, size, device, backend):
         store = dist.PrefixStore("start " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backends = "gloo"
     if device.type == "cuda" and backend != "gloo":
-        # Gloo too: stop flags, and what the ranks agree on, are in host memory.
+        # Gloo too: stop flags, and other values that ranks agree on, are in host memory.
         backends = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -90,9 +90,9 @@ def connect(group, device, gathers=False):
     """Run each collective once in the group (collective). NCCL connects at first use, and
     takes its memory then: now there is room for it. And a network that does not work shows
     before a minute of compiling. Gloo has connected already.
-    gathers: also what gather_full uses, if rank 0 is in the group. (Muon connects its own.)
+    gathers: also gather_full's collective, if rank 0 is in the group. (Muon connects its own.)
     """
-    if dist.get_backend(group) != "fake":  # extras/plan.py's ranks are not there to wait for
+    if dist.get_backend(group) != "fake":  # whose ranks are not there to wait for
         group.set_timeout(TIMEOUT)  # PyTorch would let hybrid_shard's wait for 30 minutes
     if "nccl" not in dist.get_backend_config(group):
         return
@@ -188,8 +188,8 @@ def from_rank0(world, action, group=None):
 class StopSignal:
     """Notes SIGTERM and Ctrl-C, so that all ranks can stop after the same step.
 
-    ask() before a step, requested() after it: between the two the ranks exchange what they
-    have received, in the background. Many ranks take milliseconds for that."""
+    ask() before a step, requested() after it: between the two the ranks exchange their flags
+    in the background. With many ranks that takes milliseconds."""
 
     received = False  # by this process
 
@@ -281,5 +281,5 @@ def out_of_memory(e):
 
 
 def first_line(e):
-    """What an exception says, in one line."""
+    """An exception's message in one line."""
     return (str(e).strip() or type(e).__name__).splitlines()[0]

@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import load
-from configurator import DTYPES, load_config, resolve, with_model
+from configurator import DTYPES, load_config, resolve, with_sizes
 from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
 from fsdp import autocast
@@ -157,7 +157,7 @@ def main(argv):
             "pass a run's --out_dir, or --init_from=gpt2")
     theirs = source.header["config"]
     sizes = source.header["model_args"]
-    cfg = with_model(resolve(cfg, world), theirs.get("model", "gpt2"), sizes, source.path)
+    cfg = with_sizes(resolve(cfg, world), theirs.get("model", "gpt2"), sizes, source.path)
     model = meta_model(cfg)
     if not getattr(model, "causal", True):
         raise SystemExit(

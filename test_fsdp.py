@@ -44,10 +44,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import configurator
 import fsdp
 import model
 import train
-from configurator import IN_GROUPS, KEEPS_GATHERED, SHARDED
 from model import GPT, GPTConfig
 
 # This file is a model file too: --model=test_fsdp is a GPT with a head of its own, which must stay
@@ -71,6 +71,7 @@ ZERO2 = dict(strategy="shard_grad_op")
 ZERO3 = dict(strategy="full_shard")
 HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
 STRATEGIES = [*WAYS.values()]
+mode = configurator.STRATEGIES.get  # a strategy's row
 AT_TWO = [keys["strategy"] for world, keys in STRATEGIES if world == 2]
 
 
@@ -160,7 +161,7 @@ run_case(3, "shard_grad_op-3", **ZERO2, grad_sync="last")
 SHORT = dict(max_iters=3, eval_interval=3)
 for i, keys in enumerate(pairwise()):
     # without biases: Adam blows the rounding noise of LayerNorm's bias up to 1.3e-5
-    world, group = (4, 2) if keys["strategy"] in IN_GROUPS else (2, 0)
+    world, group = (4, 2) if mode(keys["strategy"]).in_groups else (2, 0)
     run_case(world, f"pair{i}", **keys, **SHORT, shard_group_size=group, bias=False)
 for keys in (DDP, ZERO3):
     run_case(2, f"untied-{keys['strategy']}", **keys, **SHORT, model="test_fsdp")
@@ -264,7 +265,7 @@ def test_mechanisms_of_sharding(ranks, world, strategy):
                 "transformer.ln_f.bias"]
         # by name, whatever configurator.py says of those that everybody knows
         keeps = {"shard_grad_op": True, "full_shard": False, "hybrid_shard": False}
-        if keeps.get(strategy, strategy in KEEPS_GATHERED):
+        if keeps.get(strategy, mode(strategy).keeps_gathered):
             assert len(r["inside"]) > len(root)  # ZeRO-2: blocks stay gathered after forward ...
         else:
             assert r["inside"] == root  # ... ZeRO-3: they are resharded, the root is not
@@ -277,7 +278,7 @@ OPTIONS = {"plain": {}, "bf16": dict(dtype="bfloat16"), "reduce": dict(reduce_dt
 TRAFFIC = {}  # (strategy, grad_sync, option): (world, name, kwargs)
 for (world, keys), sync, option in itertools.product(STRATEGIES, ("every", "last"), OPTIONS):
     some = {"ddp": ("plain", "frozen")}.get(keys["strategy"], OPTIONS)
-    if option in some and (option == "plain" or keys["strategy"] not in IN_GROUPS):
+    if option in some and (option == "plain" or not mode(keys["strategy"]).in_groups):
         name = f"coll-{keys['strategy']}-{sync}-{option}"
         kwargs = dict(**keys, grad_sync=sync, **OPTIONS[option])
         TRAFFIC[keys["strategy"], sync, option] = world, name, kwargs
@@ -335,7 +336,7 @@ def case_collectives(tmp, **overrides):
     return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets)
 
 
-@pytest.mark.parametrize("strategy, grad_sync, option", [t for t in TRAFFIC if t[0] in SHARDED])
+@pytest.mark.parametrize("strategy, grad_sync, option", [t for t in TRAFFIC if mode(t[0]).sharded])
 def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, option):
     """The table in docs/fsdp.md, in counts and in bytes. Of the four units the last is the root."""
     world, name, _ = TRAFFIC[strategy, grad_sync, option]
@@ -349,7 +350,7 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
     if option == "frozen":
         gathered, trained = units + blocks - 1, units - 1
     times = micro
-    if strategy in KEEPS_GATHERED:
+    if mode(strategy).keeps_gathered:
         gathered, times = units, sync
     names = [name for name, *_ in r["traffic"]]
     assert names.count("all_gather") == gathered * times
@@ -444,7 +445,7 @@ def case_calls(tmp, strategy):
           patch.object(FSDPModule, ahead.format("backward"), autospec=True) as backward,
           patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as shard,
           patch("shutil.which")):  # a compiler, for resolve()
-        keys = dict(prefetch_blocks=2, cpu_offload=0.5) if strategy in SHARDED else {}
+        keys = dict(prefetch_blocks=2, cpu_offload=0.5) if mode(strategy).sharded else {}
         run = built(tmp, strategy=strategy, compile=True, **keys)
     names = {module: name for name, module in run.wrapped.named_modules()}
     functions = [call.args[0] for call in compiled.call_args_list]

@@ -25,7 +25,7 @@ import torch
 import checkpoint
 import configurator
 import fsdp
-from configurator import DTYPES, KEEPS_GATHERED, SHARDED, extra
+from configurator import DTYPES, STRATEGIES, extra
 from data.loader import Batches, data_dir, read_meta
 from metrics import Log, describe, require_packages, step_flops
 from model import derive_seed
@@ -45,9 +45,9 @@ from ranks import (
 
 
 def build(model, cfg, world, source=None):
-    """Give a model on the meta device memory, and the values of `source`, or else initial ones.
-    Returns (what to call, the optimizer). Under DDP what to call is DDP around the model, in
-    every other mode it is the model itself (all ranks)."""
+    """Give a model on the meta device memory, and the values of `source`, or else initial ones
+    (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the
+    model itself."""
     # 1) Memory, for all of it or for this rank's rows.
     wrapped = parallelize(model, cfg, world)
     # 2) The optimizer, before any forward: after one the root stays gathered, and its
@@ -57,25 +57,27 @@ def build(model, cfg, world, source=None):
     if source:
         allocate_state(optimizer)
         checkpoint.load(source, model, optimizer, world)
-    else:
+    if not source or not source.shapes:
+        kept_by_base = getattr(model, "base_names", ())
         for name, p in model.named_parameters():
-            fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
+            if name not in kept_by_base:
+                fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
     if cfg.dtype == "float8":
         extra("float8", wanted_by="dtype=float8").scale_each_step(model, optimizer)
     return wrapped, optimizer
 
 
 def meta_model(cfg):
-    """The config's model on the meta device: names, shapes and what trains, no memory."""
+    """The config's model on the meta device: names, shapes, requires_grad, and no memory."""
     with torch.device("meta"):
         model = configurator.model_file(cfg.model).Model(configurator.model_config(cfg))
     for name, _ in model.named_buffers():
         raise SystemExit(
             f"the model has a buffer, {name}: it has no values on the meta device; compute "
             "it in forward, or make it a parameter that does not train")
-    if cfg.lora_rank:
-        lora = extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
-        lora.adapt(model, cfg, DTYPES[cfg.frozen_dtype])
+    if cfg.adapter:
+        adapter = configurator.adapter_file(cfg.adapter)
+        adapter.adapt(model, cfg, frozen_dtype=DTYPES[cfg.frozen_dtype])
     if cfg.freeze:
         freeze(model, cfg.freeze)
     return model
@@ -98,20 +100,33 @@ def freeze(model, pattern):
 
 
 def parallelize(model, cfg, world):
-    """What the keys mean: apply them to a model on the meta device, in place, and allocate
-    its parameters, without values. Returns the module to call (all ranks).
+    """Apply precision, checkpointing, compilation and strategy to a model on the meta device, in
+    place, and allocate its parameters, without values. Returns the module to call (all ranks).
 
     Checkpointing and compiling replace block.forward, in this order: the graph recomputes.
     FSDP2's hooks run around forward. So they gather a block before any of its computing, and
     are in no graph."""
-    change_arithmetic(model, cfg, world)
+    if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
+        raise SystemExit(
+            f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that goes by "
+            "self.loss_chunks (see docs/model_file.md); use --loss_chunks=0")
+    model.loss_chunks = cfg.loss_chunks
+    is_sharded = STRATEGIES[cfg.strategy].sharded
+    if cfg.dtype == "float8":
+        group = cfg.shard_group_size or world.size
+        extra("float8", wanted_by="dtype=float8").convert(
+            model,
+            world.device.type,
+            shard_group=group if is_sharded else 0,
+            tokens=cfg.batch_size * cfg.block_size,
+        )
     fsdp.checkpoint_activations(
         model.blocks,
         cfg.activation_checkpointing,
         offload_to_host=cfg.activation_offload,
         pin_memory=world.device.type == "cuda",
     )
-    if cfg.strategy in SHARDED:
+    if is_sharded:
         if cfg.compile:
             # By parts: FSDP's hooks would break a graph of everything.
             fsdp.compile_blocks(model.blocks)
@@ -128,24 +143,6 @@ def parallelize(model, cfg, world):
     return wrapped
 
 
-def change_arithmetic(model, cfg, world):
-    """The loss in pieces; products in float8."""
-    if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
-        raise SystemExit(
-            f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that goes by "
-            "self.loss_chunks (see docs/model_file.md); use --loss_chunks=0")
-    model.loss_chunks = cfg.loss_chunks
-    if cfg.dtype == "float8":
-        float8 = extra("float8", wanted_by="dtype=float8")
-        group = cfg.shard_group_size or world.size
-        float8.convert(
-            model,
-            world.device.type,
-            shard_group=group if cfg.strategy in SHARDED else 0,
-            tokens=cfg.batch_size * cfg.block_size,
-        )
-
-
 def shard_model(model, cfg, world):
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     # Each group connects now. A full checkpoint is gathered over the shard group.
@@ -158,7 +155,7 @@ def shard_model(model, cfg, world):
         mesh,
         param_dtype=DTYPES[cfg.dtype],
         reduce_dtype=DTYPES[cfg.reduce_dtype],
-        reshard_after_forward=cfg.strategy not in KEEPS_GATHERED,
+        reshard_after_forward=not STRATEGIES[cfg.strategy].keeps_gathered,
         cpu_offload=cfg.cpu_offload,
         prefetch_units=cfg.prefetch_blocks,
     )
@@ -185,43 +182,45 @@ def make_optimizer(model, cfg):
 # ---------- start: from scratch, from a checkpoint, from Hugging Face ---------
 
 
-def start(cfg, world):
-    """(cfg with the model's sizes; the Source of its values, None for initial ones; True if
-    the run goes on where the Source ended, False if it only takes the weights). SystemExit if
-    the two do not fit (all ranks)."""
+def open_start(cfg, world):
+    """Open the run's starting point (all ranks). Returns (source, resumed): the Source of its
+    values, None for initial ones; and True if the run continues the Source's own, False if it
+    only takes the weights."""
     source = open_source(cfg, world)
     resumed = source is not None and cfg.init_from in ("resume", "auto")
-    if source is None:
-        if cfg.init_from == "resume":
-            raise SystemExit(
-                f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
-                "auto to resume only if there is one")
-        if cfg.lora_rank:
-            raise SystemExit(
-                f"lora_rank={cfg.lora_rank}: adapters need a base; pass --init_from=DIR, a hub "
-                "name or another run's out_dir")
-        return with_vocabulary(cfg), None, False
+    if source is None and cfg.init_from == "resume":
+        raise SystemExit(
+            f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
+            "auto to resume only if there is one")
+    if source is None and cfg.adapter:
+        raise SystemExit(
+            f"adapter={cfg.adapter}: it needs a base; pass --init_from=DIR, a hub name or another "
+            "run's out_dir")
+    if source and cfg.adapter and not source.base:
+        if resumed:
+            configurator.refuse("adapter", cfg.adapter, "", source.path)
+        source = checkpoint.on_base(source, cfg.init_from)
+    return source, resumed
 
+
+def final_config(cfg, source, resumed, world):
+    """cfg with the sizes of its model, by the Source or by the data's vocabulary. SystemExit if it
+    does not fit them; a resumed run is told of other differences."""
+    if source is None:
+        return with_vocabulary(cfg)
+    # The defaults for nanoGPT's and Hugging Face's checkpoints, which lack these keys.
+    theirs = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}
     sizes = source.header["model_args"]
-    before = {"model": "gpt2", "optimizer": "adamw", "lora_rank": 0}  # if it names none
-    before.update(source.header["config"])
-    before.update(sizes)
-    block_size = cfg.block_size
-    cfg = configurator.with_model(cfg, before["model"], sizes, source.path)
-    if not resumed or "block_size" in cfg.given:
-        # with_model has taken the source's context; a shorter one saves memory.
-        cfg = replace(cfg, block_size=min(block_size, cfg.block_size))
+    # A run that begins takes its own context if that is shorter: it saves memory.
+    cfg = configurator.with_sizes(
+        cfg, theirs["model"], sizes, source.path, whole_context=resumed)
     if resumed:
-        for key in ("optimizer", "lora_rank"):
-            if getattr(cfg, key) != before[key]:
-                configurator.refuse(key, getattr(cfg, key), before[key], source.path)
-        changed = configurator.differences(before, cfg)
+        if cfg.optimizer != theirs["optimizer"]:
+            configurator.refuse("optimizer", cfg.optimizer, theirs["optimizer"], source.path)
+        changed = configurator.differences({**theirs, **sizes}, cfg)
         if changed:
-            print0(world, f"this run differs from that of {source.path}: {', '.join(changed)}")
-    if cfg.lora_rank and not source.base:
-        lora = extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
-        source = lora.begin(source, meta_model(cfg), cfg)
-    return cfg, source, resumed
+            print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
+    return cfg
 
 
 def with_vocabulary(cfg):
@@ -236,14 +235,15 @@ def with_vocabulary(cfg):
 
 
 def open_source(cfg, world, key="init_from"):
-    """What cfg.init_from names, opened; None for scratch, or if there is no checkpoint. If it
-    holds adapters, what they adapt is opened too (all ranks). key: who says that name."""
+    """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
+    there is no checkpoint. If it holds an adapter, its base is opened too.
+    key: where the name comes from, for the error."""
     if cfg.init_from == "scratch":
         return None
     own = cfg.init_from in ("resume", "auto")
     source = checkpoint.find(cfg.out_dir if own else cfg.init_from, world)
     if source and not own:
-        source = checkpoint.weights_of(source)
+        source = checkpoint.weights_only(source)
     if not source and not own:
         huggingface = extra("huggingface", wanted_by=f"{key}={cfg.init_from}")
         source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key))
@@ -275,14 +275,9 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
         # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
-        fsdp.set_grad_sync(
-            wrapped,
-            is_last,
-            every=cfg.grad_sync == "every",
-            keep_gathered=cfg.strategy in KEEPS_GATHERED,
-        )
-        # Dropout's seed: this micro-batch's number in the whole step, so that what it
-        # drops does not depend on the world size.
+        fsdp.set_grad_sync(wrapped, is_last, every=cfg.grad_sync == "every")
+        # Dropout's seed: this micro-batch's number in the whole step, so that its masks do
+        # not depend on the world size.
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
         x, y, weight = batches.get(step, micro)
@@ -304,9 +299,7 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
     # gradients are the same everywhere; for DTensors the scaler reduces its flag.
     scaler.step(optimizer)
     scaler.update()
-    # DDP's gradients are views of its buckets, and must stay there (fsdp.replicate).
-    keep_buckets = cfg.strategy == "ddp" and accumulation > 1
-    optimizer.zero_grad(set_to_none=not keep_buckets)
+    fsdp.zero_grad(wrapped, optimizer)
     return step_loss, norm
 
 
@@ -353,13 +346,15 @@ def train(cfg):
     cfg = configurator.resolve(cfg, world)
     from_rank0(world, lambda: require_packages(cfg))  # no other rank logs
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
-    saver = checkpoint.Saver(cfg.out_dir, world, cfg.eval_only)
-    saver.lock()
-    cfg, source, resumed = start(cfg, world)
-    first_step = source.header["iter_num"] if resumed else 0
-    best_val_loss = source.header["best_val_loss"] if resumed else 1e9
-    flops = step_flops(meta_model(cfg), cfg, world)  # its forward runs: not for training
+    directory = checkpoint.RunDirectory(cfg.out_dir)
+    if not cfg.eval_only:
+        from_rank0(world, directory.lock)
+    source, resumed = open_start(cfg, world)
+    cfg = final_config(cfg, source, resumed, world)
+    first_step = source.header["iter_num"] if source else 0
+    best_val_loss = source.header["best_val_loss"] if source else 1e9
     model = meta_model(cfg)
+    flops = step_flops(model, cfg, world)
     batches = Batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
     # For float16. When it is disabled, its calls pass everything through.
@@ -368,17 +363,19 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    saver.claim(cfg, source, resumed)
-    del source  # unmap the file: it may be replaced, and would keep its disk space
-    log = Log(cfg, world, saver.out_dir, saver.run_id, first_step, flops)
-    saver.report = log.saved
+    run_id = None  # eval_only leaves the directory as it is
+    if not cfg.eval_only:
+        run_id = from_rank0(world, lambda: directory.claim(source, resumed))
+    log = Log(cfg, world, directory.path, run_id, first_step, flops)
+    saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
+    source = None  # unmap the file: it may be replaced, and would keep its disk space
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     step = first_step
     overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
-        saver.look()  # a save in the background may have failed
+        saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
@@ -400,7 +397,7 @@ def train(cfg):
                 best_val_loss = min(best_val_loss, losses["val"])
 
         # Due? Save.
-        if step > first_step and saver.is_due(step, evaluated, improved):
+        if step > first_step and checkpoint.is_due(cfg, step, evaluated, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 
@@ -412,7 +409,7 @@ def train(cfg):
         stop.ask()
         loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         if step == first_step:
-            checkpoint.flat_state(model, optimizer)  # SystemExit now if it could not be saved
+            checkpoint.require_saveable(model, optimizer)  # not only when a save is due
         if scaler.is_enabled():
             overflows += ~norm.isfinite()  # on the device: reading it would wait
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
@@ -437,8 +434,9 @@ def train(cfg):
 
 def main(argv):
     if "--help" in argv or "-h" in argv:
-        names = [arg.removeprefix("--model=") for arg in argv if arg.startswith("--model=")]
-        print(configurator.help_text(__doc__, *names[-1:]))
+        chosen = {"--model": "gpt2", "--adapter": ""}
+        chosen.update(arg.split("=", 1) for arg in argv if "=" in arg)
+        print(configurator.help_text(__doc__, chosen["--model"], chosen["--adapter"]))
         return
     train(configurator.load_config(argv))
 

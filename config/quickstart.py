@@ -14,7 +14,7 @@ n_head = 4
 n_embd = 128
 block_size = 128
 
-# 8 * 128 * 2 = 2,048 tokens a step; 2 micro-batches, so that it also runs on 2 ranks
+# 8 * 128 * 2 = 2,048 tokens per step; 2 micro-batches, so that it also runs on 2 ranks
 batch_size = 8
 gradient_accumulation_steps = 2
 

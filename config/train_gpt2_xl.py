@@ -4,7 +4,7 @@
 # 8 GPUs. The activations of one sequence in bf16, 32 bytes * 48 * 1024 * 1600, are another 2.5 GB,
 # so checkpointing buys the batch size.
 # On 8 GPUs the plan's peak is 16.8 GiB.
-# With --gpu=H100 it plans 1.697 s a step and an MFU of 40.1%; 600,000 steps are 11.8 days.
+# With --gpu=H100 it plans 1.697 s per step and an MFU of 40.1%; 600,000 steps are 11.8 days.
 
 out_dir = 'out-gpt2-xl'
 dataset = 'openwebtext'
@@ -16,7 +16,7 @@ n_layer = 48
 n_head = 25
 n_embd = 1600
 
-# 8 * 1024 * 64 = 524,288 tokens a step (64 = 8 micro-batches on each of 8 GPUs)
+# 8 * 1024 * 64 = 524,288 tokens per step (64 = 8 micro-batches on each of 8 GPUs)
 batch_size = 8
 block_size = 1024
 gradient_accumulation_steps = 8 * 8

@@ -22,7 +22,7 @@ dropout = 0.0
 bias = True
 weight_decay = 0.0  # less than an epoch does not overfit; with AdamW 0.1 without biases was worse
 
-# 12 * 64 = 768 tokens a step; an epoch is 1,003,854 / 768 = 1,307 steps
+# 12 * 64 = 768 tokens per step; an epoch is 1,003,854 / 768 = 1,307 steps
 batch_size = 12
 gradient_accumulation_steps = 1
 

@@ -2,21 +2,20 @@
 LoRA (Hu et al. 2021): the base stays as it is, and a small product is trained beside each
 linear layer of the blocks.
 
-    python train.py config/finetune_smollm2.py --lora_rank=16 --lora_alpha=32
+    python train.py extras/config/finetune_smollm2.py --lora_rank=16 --lora_alpha=32
     python train.py ... --lora_rank=16 --lora_targets='q_proj|v_proj'
     python sample.py --out_dir=out-smollm2    # its checkpoint names the base
 
     y = x weight.T + lora_alpha / lora_rank * x lora_A.T lora_B.T
         weight (out, in) is frozen and kept in frozen_dtype;
-        lora_A (rank, in) and lora_B (out, rank) train, in fp32
+        lora_A (rank, in) and lora_B (out, rank) are trained, in fp32
 
-A checkpoint has the adapters and their moments alone, and names the base in its header.
+A checkpoint has only the adapters and their moments, and names the base in its header.
 """
 
 import math
-import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,17 +25,30 @@ from torch.nn import functional as F
 from model import derive_seed
 
 
+@dataclass
+class AdapterConfig:
+    lora_rank: int = 16  # rows of lora_A, columns of lora_B
+    lora_alpha: float = 32.0  # the adapters' output is scaled by lora_alpha / lora_rank
+    lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'; empty: all
+
+    def __post_init__(self):
+        if self.lora_rank < 1:
+            raise ValueError(
+                f"lora_rank={self.lora_rank} must be at least 1; to train without adapters pass "
+                "--adapter=")
+
+
 class LoRALinear(nn.Linear):
     def forward(self, x):
         y = super().forward(x)  # (..., out)
-        # The base may be kept in bf16, and where nothing is autocast x is so too.
+        # The base may be kept in bf16, and without autocast x is in bf16 too.
         small = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # (..., rank)
         return y + F.linear(small, self.lora_B.to(x.dtype))
 
 
-def adapt(model, cfg, dtype):
+def adapt(model, cfg, frozen_dtype):
     """Freeze the model, and put adapters beside its linear layers, in place. It must be on
-    the meta device. dtype: to keep the frozen parameters in."""
+    the meta device. frozen_dtype: the frozen parameters' type."""
     named = dict(model.named_parameters())
     for module in targets(model, cfg.lora_targets).values():
         # No wrapper: it would change the names of the base's parameters.
@@ -48,8 +60,8 @@ def adapt(model, cfg, dtype):
         module.lora_B = nn.Parameter(torch.empty(out, cfg.lora_rank, device=device))
     for p in named.values():
         p.requires_grad_(False)
-        p.data = p.data.to(dtype)
-    # What checkpoints leave out. No set: ranks fill these in turn, in an order that all share.
+        p.data = p.data.to(frozen_dtype)
+    # Checkpoints leave these out. Not a set: all ranks fill them in the same order.
     model.base_names = tuple(named)
     model.initial_value = partial(initial_value, model.initial_value)
 
@@ -75,8 +87,8 @@ def targets(model, pattern):
 
 
 def initial_value(of_base, name, shape, seed):
-    """As the model's, and of adapters: A as nn.Linear's weight, B zero. So the model begins
-    as its base. A depends on the seed and the name alone."""
+    """The model's own; an adapter's A is drawn as nn.Linear's weight and its B is zero, so the
+    model begins as its base. A depends on the seed and the name alone."""
     if name.endswith(".lora_B"):
         return torch.zeros(shape)
     if name.endswith(".lora_A"):
@@ -84,25 +96,3 @@ def initial_value(of_base, name, shape, seed):
         bound = 1 / math.sqrt(shape[1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     return of_base(name, shape, seed)
-
-
-# ---------- where values come from --------------------------------------------
-
-
-def begin(base, model, cfg):
-    """The Source of a run that begins on the Source `base`: it has the adapters' initial
-    values."""
-    shapes = {}
-    for name, p in model.named_parameters():
-        if name not in model.base_names:
-            shapes[f"model.{name}"] = tuple(p.shape)
-
-    def get(key):
-        return model.initial_value(key.removeprefix("model."), shapes[key], cfg.seed)
-
-    where = cfg.init_from
-    if os.path.isdir(where):
-        where = os.path.abspath(where)  # a later run may start in another directory
-    origin = base.header.get("origin")  # none of Hugging Face's
-    header = {**base.header, "base": where, "base_origin": origin}
-    return replace(base, header=header, shapes=shapes, get=get, sharded=False, base=base)

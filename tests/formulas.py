@@ -10,7 +10,7 @@ import math
 from collections import Counter
 
 import fsdp
-from configurator import IN_GROUPS, KEEPS_GATHERED, SHARDED, extra
+from configurator import STRATEGIES, extra
 
 WIDTHS = dict(float32=4, bfloat16=2, float16=2, float8=2)  # bytes; float8's products are apart
 
@@ -20,7 +20,7 @@ def units_of(model, cfg):
     left, units = dict(model.named_parameters()), []
     names = {module: name for name, module in model.named_modules()}
     inner = []
-    if cfg.strategy in SHARDED:
+    if STRATEGIES[cfg.strategy].sharded:
         inner = fsdp.find_units(model, model.blocks, cfg.wrap_min_params)
     for unit in inner:
         inside = names[unit] + "."
@@ -30,7 +30,7 @@ def units_of(model, cfg):
 
 def sharing(cfg, world):
     """Ranks that share a copy of the model."""
-    if cfg.strategy not in SHARDED:
+    if not STRATEGIES[cfg.strategy].sharded:
         return 1
     return cfg.shard_group_size or world.size
 
@@ -72,9 +72,9 @@ def traffic(model, cfg, world):
     else:
         sent["reduce_scatter", g] = trained * g * syncs
         sent["all_reduce", g] = 4  # of clipping: the square of the norm
-    if cfg.strategy in IN_GROUPS:
+    if STRATEGIES[cfg.strategy].in_groups:
         sent["all_reduce", world.size // g] += trained  # between the groups, once a step
-    if cfg.strategy in SHARDED:
+    if STRATEGIES[cfg.strategy].sharded:
         for unit in units:
             times = times_gathered(model, cfg, unit, A, syncs, is_root=unit is units[-1])
             sent["all_gather", g] += times * gathered(unit, cfg, g)
@@ -84,7 +84,7 @@ def traffic(model, cfg, world):
         shares = extra("muon", "optimizer=muon").divide(matrices, world.size)  # by owner
         size = [sum(padded(p, g) for p in share) * width for share in shares]
         first = world.rank // g * g
-        if cfg.strategy in SHARDED:
+        if STRATEGIES[cfg.strategy].sharded:
             sent["all_to_all", g] += sum(size[first:first + g])  # rows to the owners in this copy
         sent["all_to_all", world.size] += size[world.rank] * world.size  # an owner's to all ranks
     return dict(sent)
@@ -93,7 +93,7 @@ def traffic(model, cfg, world):
 def times_gathered(model, cfg, unit, A, syncs, is_root):
     """ZeRO-2: once a reduction. ZeRO-3: for each forward, and for each backward that comes by; the
     root is still there from forward."""
-    if cfg.strategy in KEEPS_GATHERED:
+    if STRATEGIES[cfg.strategy].keeps_gathered:
         return syncs
     first = [p.requires_grad for p in model.parameters()].index(True)
     before = [id(p) for p in model.parameters()][:first]  # backward never comes there

@@ -54,16 +54,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A progress bar comes after a second, and would be one more line where a test expects one.
 os.environ.setdefault("TQDM_DISABLE", "1")
-if os.environ.get("SIM_GPUS"):
-    import simgpu  # noqa: F401  before torch, which then has so many simulated GPUs
-
-import torch
-import torch.distributed as dist
-
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
-sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
-PYTHONPATH = os.pathsep.join(sys.path[:2])
+SIMGPU = os.path.join(HERE, "extras", "simgpu")  # a tool of its own, which a fork may delete
+sys.path[:0] = [HERE, os.path.join(HERE, "tests"), SIMGPU]
+PYTHONPATH = os.pathsep.join(sys.path[:3])
 os.environ["PYTHONPATH"] = PYTHONPATH  # of the servers that import this file
+
+if os.environ.get("SIM_GPUS"):
+    import simgpu  # noqa: F401  before torch, which then has that many simulated GPUs
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 README = os.path.join(HERE, "README.md")
 is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"
@@ -71,25 +72,12 @@ is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\
 DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
 of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
 
-
-class Gone:
-    """Looks for the files of extras/ where a fork has deleted it: what needs one is skipped."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.startswith("extras"):
-            pytest.skip("extras/ is not here", allow_module_level=True)
-
-
-if not os.path.exists(os.path.join(HERE, "extras")):
-    sys.meta_path.insert(0, Gone)
-
 import configurator  # noqa: E402
 import ranks  # noqa: E402
 import train  # noqa: E402
 from configurator import (  # noqa: E402
-    IN_GROUPS,
     STRATEGIES,
+    class_with,
     config_class,
     load_config,
     model_config,
@@ -132,8 +120,6 @@ def script(path, *args, **env):
     """python(path, *args) in this process, which has imported what takes a new one seconds."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     own = dict(argv=[path, *map(str, args)], path=[*sys.path])
-    if not os.path.exists(os.path.join(HERE, path)):
-        pytest.skip(f"{path} is not here")
     with (patch.multiple(sys, **own), patch.dict(os.environ, env), redirect_stdout(out),
           redirect_stderr(err)):
         try:
@@ -236,7 +222,9 @@ def simulates(world):
 @functools.cache
 def cannot_simulate():
     """Why not, in one line."""
-    path = os.path.join(HERE, "tests", "simgpu", "build.py")
+    path = os.path.join(SIMGPU, "simgpu", "build.py")
+    if not os.path.exists(path):
+        return "the simulated GPU is not here"
     p = subprocess.run([sys.executable, path], capture_output=True, text=True)
     return p.stderr.strip().splitlines()[-1] if p.returncode else ""
 
@@ -421,16 +409,17 @@ def keys_of(model):
 
 # {strategy: (ranks on which it shows, keys)}, but for single
 WAYS = {}
-for name in STRATEGIES[1:]:
-    WAYS[name] = 2, dict(strategy=name)
-    if name in IN_GROUPS:
+for name, row in STRATEGIES.items():
+    if row.in_groups:
         WAYS[name] = 4, dict(strategy=name, shard_group_size=2)
+    elif name != "single":
+        WAYS[name] = 2, dict(strategy=name)
 
 
 def tiny(tmp, model="gpt2", **overrides):
     """The config of a small run on the toy data of the fixture `tmp`."""
     keys = {**keys_of(model), "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
-    return config_class(model)(model=model, **keys)
+    return class_with(config_class(model), keys)(**keys)
 
 
 def plain_gpt(model=GPT, seed=1337, **sizes):
@@ -492,6 +481,12 @@ def plain_training(cfg):
     noise = 1e-6 * max(size.max() for size in largest.values())
     counts = {name: size > noise for name, size in largest.items()}
     return losses, norms, dict(model.state_dict()), counts
+
+
+def started(cfg, world):
+    """(its final config, the Source of its values, whether it goes on), as train.train does."""
+    source, resumed = train.open_start(cfg, world)
+    return train.final_config(cfg, source, resumed, world), source, resumed
 
 
 def built(tmp, **overrides):

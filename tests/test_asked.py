@@ -540,7 +540,7 @@ def case_late_optimizer():
 # ---------- parameters ----------------------------------------------------------
 
 
-@row("what trains is in bf16 or fp16")
+@row("a trained parameter is in bf16 or fp16")
 def case_trained_in_bf16():
     model = Net()
     model.blocks[1].to(torch.bfloat16)

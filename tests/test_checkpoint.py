@@ -37,6 +37,7 @@ from harness import (
     resident,
     run_training,
     script,
+    started,
     steps,
     tiny,
     values,
@@ -48,24 +49,31 @@ import checkpoint
 import train
 from configurator import load_config, resolve
 from model import GPT, GPTConfig
-from ranks import World
+from ranks import World, from_rank0
 
 FREEZE = r"wte|h\.0\.(ln_1|mlp)"  # parts of units: frozen and trained parameters are mixed
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
-def claimed(run, out):
-    """The Saver of a run from scratch."""
-    saver = checkpoint.Saver(str(out), run.world)
-    saver.claim(run.cfg, None)
-    return saver
+def claimed(run, out, source=None, resumed=False):
+    """The Saver of a run; from scratch without a source."""
+    directory = checkpoint.RunDirectory(str(out))
+    run_id = from_rank0(run.world, lambda: directory.claim(source, resumed))
+    return saver_of(run, directory.path, run_id, source, resumed)
+
+
+def saver_of(run, path, run_id, source=None, resumed=False):
+    def report(*times):
+        pass
+
+    return checkpoint.Saver(path, run_id, run.cfg, run.world, source, resumed, report)
 
 
 def locked(out):
-    """The Saver of another run there, which has only the lock."""
-    saver = checkpoint.Saver(str(out), World())
-    saver.lock()
-    return saver
+    """The RunDirectory of another run there, which has only the lock."""
+    directory = checkpoint.RunDirectory(str(out))
+    directory.lock()
+    return directory
 
 
 def save(saver, run, step, improved=False):
@@ -254,7 +262,7 @@ def resumed(tmp, out, **overrides):
     given = load_config([f"--{key}={value}" for key, value in keys.items()]).given
     cfg = resolve(tiny(tmp, **keys), World())
     cfg.given = given
-    cfg, source, _ = train.start(cfg, World())
+    cfg, source, _ = started(cfg, World())
     return train.build(train.meta_model(cfg), cfg, World(), source)
 
 
@@ -384,7 +392,7 @@ def test_checkpoint_that_a_run_starts_from_is_not_mapped_while_it_trains(tmp, mo
         mapped.append(f"{tmp}/mapped/ckpt.pt" in Path("/proc/self/maps").read_text())
         return function(*args)
 
-    for name in ("build", "Log"):
+    for name in ("build", "train_step"):
         monkeypatch.setattr(train, name, partial(look, getattr(train, name)))
     run_training(tmp, "mapped", init_from="resume", max_iters=2)
     assert mapped == [True, False]
@@ -490,6 +498,13 @@ def sharded(tmp, tmp_path, monkeypatch):
     return saver, run, tmp_path / "out[1]"
 
 
+def another(saver, run, out, source, resumed=False):
+    """The Saver of a run after this one, with its keys, and its ranks that write when told."""
+    later = claimed(run, out, source, resumed)
+    later.cfg, later.group, later.written = saver.cfg, saver.group, saver.written
+    return later
+
+
 def complete(saver, run, step):
     save(saver, run, step)
     saver.written.put(None)
@@ -544,10 +559,10 @@ def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
     for step, improved, error in ((1, True, None), (2, True, DISK_FULL), (3, False, None)):
         saver.written.put(error)
         save(saver, run, step, improved)
-        saver.look(wait=True)
+        saver.wait()
     header = checkpoint.read_header(out / "step-000000003")
-    saver.best = None  # as in a new process
-    saver.claim(saver.cfg, SimpleNamespace(header=header), resumed=True)
+    source = SimpleNamespace(header=header)
+    saver = another(saver, run, out, source, resumed=True)
     complete(saver, run, 4)
     assert os.readlink(out / "best") == "step-000000001"
     assert checkpoint.complete_steps(out) == ["step-000000001", "step-000000004"]
@@ -556,7 +571,7 @@ def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
     saver.finish()
     assert os.readlink(out / "best") == "step-000000005"
     assert checkpoint.complete_steps(out) == ["step-000000005"]
-    saver.claim(saver.cfg, SimpleNamespace(header=header))
+    saver = another(saver, run, out, source)
     for step in (1, 2):
         complete(saver, run, step)
     assert checkpoint.complete_steps(out) == ["step-000000002"]
@@ -628,15 +643,15 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sha
     for step, error, others in ((1, DISK_FULL, []), (2, None, [({}, "disk full")])):
         saver.others = others
         save(saver, run, step)
-        saver.look()  # it still writes
+        saver.poll()  # it still writes
         assert capsys.readouterr().err == ""
         saver.written.put(error)
         futures.wait([saver.saving], 60)
-        saver.look()
+        saver.poll()
         line = capsys.readouterr().err
         assert line.startswith(f"cannot write {out}/step-{step:09d}: disk full; ")
         assert line.count("\n") == 1 and not (out / f"step-{step:09d}").exists()  # it has room
-    saver.look()
+    saver.poll()
     assert capsys.readouterr().err == ""
     line = refused(saver.finish)
     assert "the last save" in line and "continue" not in line  # there is nothing to continue from
@@ -697,12 +712,14 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 
 
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
-    saver = checkpoint.Saver(str(tmp_path), World(), eval_only=True)
-    saver.claim(tiny(tmp), SimpleNamespace(header={"iter_num": 7}))  # weights of another run
+    source = SimpleNamespace(header={"iter_num": 7})
+    run = SimpleNamespace(cfg=tiny(tmp), world=World())
+    saver = saver_of(run, str(tmp_path), None, source)  # weights of another run
     line = refused(saver.require_finite, math.nan, "validation loss", 0)
     # it has no checkpoint that could be untouched, and the remedy is not what it does already
     assert "learning_rate" in line and "checkpoint" not in line and "float32" not in line
-    saver.claim(tiny(tmp, dtype="bfloat16"), SimpleNamespace(header={"iter_num": 7}), resumed=True)
+    run.cfg = tiny(tmp, dtype="bfloat16")
+    saver = saver_of(run, str(tmp_path), None, source, resumed=True)
     line = refused(saver.require_finite, math.nan, "validation loss", 7)
     assert "step 7 in " in line and "dtype=float32 (now bfloat16)" in line
 
@@ -711,14 +728,14 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
     """Else its ranks would leave without their threads, and lose a good one of an earlier step.
     NaN shows in a loss, or in the next save. The ranks write when somebody waits for them."""
     saver, run, out = sharded
-    look = saver.look
+    wait = saver.wait
 
-    def looking(wait=False):
-        if wait and saver.saving:
+    def waiting():
+        if saver.saving:
             saver.written.put(None)
-        look(wait)
+        wait()
 
-    saver.look = looking
+    saver.wait = waiting
     saver.require_finite(1.0, "loss", 0)
     assert "untouched" not in refused(saver.require_finite, math.inf, "loss", 0)
     save(saver, run, 1)
@@ -791,9 +808,9 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, file, moved):
     (tmp_path / "disk" / file).parent.mkdir(parents=True)
     (tmp_path / "disk" / file).touch()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    saver = checkpoint.Saver(str(tmp_path / "out"), World())
-    saver.claim(None, None)
-    place = f"disk.{saver.run_id}" if moved else "disk"
+    directory = checkpoint.RunDirectory(str(tmp_path / "out"))
+    run_id = directory.claim(None)
+    place = f"disk.{run_id}" if moved else "disk"
     assert (tmp_path / place / file).exists()
     assert len(os.listdir(tmp_path / "disk")) == (not moved)
     for name in ("disk", "out"):
@@ -805,7 +822,7 @@ def test_run_on_a_disk_without_locks_says_so(tmp_path, monkeypatch, capsys):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
-    checkpoint.Saver(str(tmp_path / "out"), World()).claim(None, None)
+    checkpoint.RunDirectory(str(tmp_path / "out")).claim(None)
     line = capsys.readouterr().out
     assert "out.lock" in line and "never start two runs" in line and line.count("\n") == 1
 

@@ -4,15 +4,12 @@ compares each collective over the ranks (which one, shapes, types) before it run
 another size, and NCCL nothing at all. DDP is not among them: PyTorch 2.13 and 2.15 crash where it
 is made under DETAIL (three lines of plain PyTorch do).
 
-    pip install transformers torchao && python -m pytest -q tests/test_collectives.py
+    python -m pytest -q tests/test_collectives.py
 """
 
-import importlib.util
 import os
-from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from harness import built, make_data, on_ranks, run_training, values
@@ -22,7 +19,6 @@ import sample
 
 ZERO3 = dict(strategy="full_shard")
 SHARDED = dict(strategy="full_shard", checkpoint="sharded")
-LORA = dict(lora_rank=4, lora_alpha=6.0)
 SHORT = dict(max_iters=2, eval_interval=1, eval_iters=1, gradient_accumulation_steps=4)
 
 
@@ -49,58 +45,50 @@ def case_other_shapes():
         return str(e)
 
 
-@pytest.fixture
-def paths(tmp, monkeypatch):
-    """{ranks: {name: case}}"""
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    masked = f"{tmp}/detail-masked"
-    make_data(masked)
+def case(tmp, name, **keys):
+    return case_run, dict(tmp=tmp, name=name, **keys)
+
+
+def make_masked(path):
+    """A data set of which every third token is learned."""
+    make_data(path)
     for split in ("train", "val"):
-        tokens = np.fromfile(f"{masked}/{split}.bin", np.uint16)
-        (np.arange(len(tokens)) % 3 == 0).astype(np.uint8).tofile(f"{masked}/{split}.mask")
-    base = os.path.join(tmp, "detail-scratch")
-
-    def run(name, **keys):
-        return case_run, dict(tmp=tmp, name=name, **keys)
-
-    two = dict(
-        scratch=run("scratch", **ZERO3),
-        from_full=run("scratch", init_from="resume", max_iters=4, prefetch_blocks=1, **ZERO3),
-        sharded=run("sharded", **SHARDED),
-        from_sharded=run(
-            "sharded", init_from="resume", max_iters=4, strategy="shard_grad_op",
-            grad_sync="last", checkpoint="sharded"),
-        other_run=run("other-run", init_from=base, **ZERO3),
-        lora=run("lora", init_from=base, **LORA, **ZERO3),
-        from_lora=run("lora", init_from="resume", max_iters=4, **LORA, **SHARDED),
-        masks=run("masks", dataset=masked, **ZERO3),
-        mixture=run("mixture", dataset=f"{tmp}/toy:2,{masked}:1", **ZERO3),
-        muon=run("muon", optimizer="muon", **SHARDED),
-        offload=run("offload", cpu_offload=0.5, activation_checkpointing="full", **ZERO3),
-        units=run("units", wrap_min_params=800, freeze="wte", **ZERO3),
-        sample=(case_sample, dict(tmp=tmp)),
-    )
-    if importlib.util.find_spec("transformers"):
-        from test_huggingface import case_gpt2, make_hf  # only here: it needs transformers
-
-        path = Path(tmp, "detail-hf")
-        make_hf(path, "gpt2")
-        two["huggingface"] = case_gpt2, dict(path=str(path), **ZERO3)
-    if importlib.util.find_spec("torchao"):
-        two["float8"] = run("float8", dtype="float8", n_embd=48, **SHARDED)
-    two["other shapes"] = case_other_shapes, {}
-    four = dict(hybrid=run("hybrid", strategy="hybrid_shard", shard_group_size=2, optimizer="muon"))
-    return {2: two, 4: four}
+        tokens = np.fromfile(f"{path}/{split}.bin", np.uint16)
+        (np.arange(len(tokens)) % 3 == 0).astype(np.uint8).tofile(f"{path}/{split}.mask")
 
 
-def test_collectives_are_the_same_on_all_ranks(paths):
-    for world, cases in paths.items():
-        results = on_ranks(world, cases)
-        for name, (case, _) in cases.items():
+def require_same(monkeypatch, cases):
+    """Run {ranks: {name: case}} under the comparison."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    for world, of_world in cases.items():
+        results = on_ranks(world, of_world)
+        for name, (function, _) in of_world.items():
             got = values(results, name)
-            if case is case_run:
+            if function is case_run:
                 assert got == [2] * world or got == [4] * world, name
-            elif case is case_other_shapes:  # the comparison itself
+            elif function is case_other_shapes:  # the comparison itself
                 assert all("mismatch" in text for text in got), got
             else:
                 assert got[0] == got[1], name
+
+
+def test_collectives_are_the_same_on_all_ranks(tmp, tmp_path, monkeypatch):
+    make_masked(f"{tmp_path}/masked")
+    base = os.path.join(tmp, "detail-scratch")
+    two = dict(
+        scratch=case(tmp, "scratch", **ZERO3),
+        from_full=case(
+            tmp, "scratch", init_from="resume", max_iters=4, prefetch_blocks=1, **ZERO3),
+        sharded=case(tmp, "sharded", **SHARDED),
+        from_sharded=case(
+            tmp, "sharded", init_from="resume", max_iters=4, strategy="shard_grad_op",
+            grad_sync="last", checkpoint="sharded"),
+        other_run=case(tmp, "other-run", init_from=base, **ZERO3),
+        masks=case(tmp, "masks", dataset=f"{tmp_path}/masked", **ZERO3),
+        offload=case(tmp, "offload", cpu_offload=0.5, activation_checkpointing="full", **ZERO3),
+        units=case(tmp, "units", wrap_min_params=800, freeze="wte", **ZERO3),
+        sample=(case_sample, dict(tmp=tmp)),
+    )
+    two["other shapes"] = case_other_shapes, {}
+    four = dict(hybrid=case(tmp, "hybrid", strategy="hybrid_shard", shard_group_size=2))
+    require_same(monkeypatch, {2: two, 4: four})

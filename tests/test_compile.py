@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import arguments, built, no_compiler, on_ranks, steps, values
+from harness import built, no_compiler, on_ranks, steps, values
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import train
-from configurator import SHARDED
+from configurator import STRATEGIES
 
 SELECTIVE = dict(activation_checkpointing="selective")
 FULL = dict(activation_checkpointing="full", loss_chunks=3)
@@ -89,18 +89,6 @@ def case_evaluation(tmp, strategy):
     return made
 
 
-def case_bench(tmp, strategy):
-    """Of a bench with three sizes, where dynamo would compile a function once."""
-    from extras import bench  # a fork may have deleted it
-
-    argv = arguments(tmp, tmp, strategy=strategy, compile=True, gradient_accumulation_steps=1,
-                     n_layer=1)
-    with (graphs_made() as (symbols, _), torch._dynamo.config.patch(recompile_limit=1),
-          patch.object(bench, "matmul_rate", lambda *_: 1e9)):
-        bench.main([*argv, "--steps=1", "--variants=;batch_size=3;block_size=8"])
-        return symbols
-
-
 @pytest.fixture(scope="module")
 def results(tmp):
     return on_ranks(1, {name: (case_graphs, {"tmp": tmp, **k}) for name, k in CASES.items()})
@@ -115,7 +103,7 @@ def test_compile_one_graph_for_all_blocks_and_one_for_the_loss(results, name):
     assert graphs[0] == graphs[1]  # nothing is compiled again
     if keys.get("wrap_min_params"):  # FSDP's hooks inside the blocks cut them into pieces
         assert graphs[0] == 7
-    elif keys["strategy"] in SHARDED:
+    elif STRATEGIES[keys["strategy"]].sharded:
         # Of blocks: a frozen one, the first one that trains, one whose input needs a gradient.
         kinds = 3 if "freeze" in keys else 1
         assert graphs[0] == kinds + 1 and breaks == 0
@@ -133,14 +121,3 @@ def test_compile_evaluation_adds_its_own_graphs_and_changes_none(tmp):
         symbols, given = values(results, strategy)[0]
         assert symbols == 2 * graphs * [False]  # with gradients and without
         assert given == graphs * [1]
-
-
-def test_compile_every_variant_of_a_bench_has_static_graphs(tmp):
-    """Dynamo counts by function: a second size in the process would make it dynamic, whose time
-    says nothing of a run, and from the ninth on it would compile none."""
-    pytest.importorskip("extras.bench")
-    expected = dict(single=1, full_shard=2)  # graphs of a step
-    results = on_ranks(1, {strategy: (case_bench, dict(tmp=tmp, strategy=strategy))
-                           for strategy in expected})
-    for strategy, graphs in expected.items():
-        assert values(results, strategy) == [3 * graphs * [False]]

@@ -18,15 +18,14 @@ from harness import HERE, of_ours, refused, script, tiny
 import configurator
 import train
 from configurator import (
-    LORA,
-    NUMBERS,
+    AFFECTS_RESULTS,
     Config,
     best_dtype,
     config_class,
     differences,
     load_config,
     resolve,
-    with_model,
+    with_sizes,
 )
 from ranks import World
 
@@ -53,13 +52,13 @@ def test_config_given_keys_are_those_that_files_and_flags_set(tmp_path):
     path.write_text("n_layer = 12\n")
     cfg = load_config([str(path), "--dropout=0.3"])
     sizes = dict(n_layer=12, n_embd=96)  # of a checkpoint
-    for later in (cfg, replace(cfg, seed=7), with_model(cfg, "gpt2", sizes, "ckpt.pt")):
+    for later in (cfg, replace(cfg, seed=7), with_sizes(cfg, "gpt2", sizes, "ckpt.pt")):
         assert set(later.given) == {"n_layer", "dropout"}
 
 
 def test_config_odd_sizes_of_a_checkpoint_are_one_line():
     """It is no flag, so a text is no number."""
-    line = refused(with_model, load_config([]), "gpt2", {"n_layer": "3"}, "--ckpt.pt")
+    line = refused(with_sizes, load_config([]), "gpt2", {"n_layer": "3"}, "--ckpt.pt")
     assert line == "--ckpt.pt: n_layer='3' must be a whole number"
 
 
@@ -89,14 +88,14 @@ NO_NUMBERS = set("""
     reduce_dtype wrap_min_params cpu_offload activation_checkpointing activation_offload loss_chunks
     prefetch_blocks grad_sync""".split())
 REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias",
-           *LORA}  # if changed
+           "adapter"}  # if changed
 
 
 def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
     rest = {f.name for f in keys("gpt2")} - NO_NUMBERS - REFUSED
-    assert set(NUMBERS) == rest
+    assert set(AFFECTS_RESULTS) == rest
     cfg = load_config([])
-    for key in NUMBERS:
+    for key in AFFECTS_RESULTS:
         (line,) = differences({**vars(cfg), key: "other"}, cfg)
         assert line.startswith(f"{key}=") and "(was 'other')" in line
 
@@ -104,14 +103,19 @@ def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
 @of_ours
 def test_config_every_key_is_read_and_tested():
     """A key that no code reads, or no test sets, is a defect."""
-    code = text_of("[!t]*.py", "train.py", "data/*.py", "extras/*.py", "extras/planning/*.py")
+    code = text_of("[!t]*.py", "train.py", "data/*.py")
     tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
+    require_read_and_tested(keys("gpt2"), code, tests)
+
+
+def require_read_and_tested(keys, code, tests):
+    """Code reads train.py's keys from `cfg`, and a model's or an adapter's own keys from `config`
+    or `cfg`."""
     ours = {f.name for f in fields(Config)}
-    for model in ("gpt2", "llama", "moe"):
-        for f in keys(model):
-            owner = "cfg" if f.name in ours else "config"
-            assert re.search(rf"\b{owner}\.{f.name}\b", code), f"nothing reads {f.name}"
-            assert re.search(rf"\b{f.name}\b", tests), f"no test or config sets {f.name}"
+    for f in keys:
+        owner = "cfg" if f.name in ours else "(config|cfg)"
+        assert re.search(rf"\b{owner}\.{f.name}\b", code), f"nothing reads {f.name}"
+        assert re.search(rf"\b{f.name}\b", tests), f"no test or config sets {f.name}"
 
 
 # ---------- --model: the keys of another model's file -------------------------
@@ -175,9 +179,13 @@ def test_config_model_with_an_odd_key_is_one_line(other, before, after, key, rem
     assert said.startswith("model='other': ") and key in said and remedy in said
 
 
-@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", "..", "/model", "plan",
-                                  "extras/moe", "extras.moe", "evil"])
+@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", "..", "/model", "data",
+                                  "tests/hybrid", "data.loader", "evil"])
 def test_config_unknown_model_is_not_imported(tmp_path, monkeypatch, capsys, name):
+    require_unknown_model(tmp_path, monkeypatch, capsys, name)
+
+
+def require_unknown_model(tmp_path, monkeypatch, capsys, name):
     """Not from a package, not from what else Python finds."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "evil.py").write_text("print('evil runs')")

@@ -6,11 +6,13 @@ Damage to a checkpoint is noticed, and an older one taken. Nothing in one runs.
 test_data.py has the same for meta.pkl, and faults.py damages files between two runs.
 """
 
+import io
 import os
 import pickle
 import random
 import re
 import shutil
+import zipfile
 import zlib
 from fractions import Fraction
 from unittest.mock import patch
@@ -18,7 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Ranks, arguments, launch, read_ckpt, refused, tiny, trained
+from harness import Ranks, arguments, launch, read_ckpt, refused, started, tiny, trained
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -33,6 +35,7 @@ from configurator import resolve
 from ranks import World
 
 NEW, OLD = "step-000000004", "step-000000002"
+NAME = "transformer.wte.weight"
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +197,45 @@ def test_damage_of_a_full_one_falls_back_to_what_lies_beside_it(sound, out):
         assert found(out) == step
 
 
+@pytest.fixture
+def two_full(sound, tmp_path):
+    """(out_dir, its last.pt of step 4); its ckpt.pt is of step 2."""
+    newest = shutil.copy(os.path.join(sound["full"][0], "ckpt.pt"), tmp_path / "last.pt")
+    torch.save({**read_ckpt(sound["full"][0]), "iter_num": 2}, tmp_path / "ckpt.pt")
+    return tmp_path, newest
+
+
+def test_damage_is_looked_for_in_the_tensors_of_the_newest_full_one_only(two_full):
+    out, newest = two_full
+    real = zipfile.ZipFile.testzip
+    with patch.object(zipfile.ZipFile, "testzip", autospec=True, side_effect=real) as read:
+        assert found(out) == 4
+    assert [call.args[0].filename for call in read.call_args_list] == [str(newest)]
+
+
+def in_a_tensor(data):
+    at = data.index(torch.load(io.BytesIO(data))["model"][NAME].numpy().tobytes())
+    return data[:at] + b"damage" + data[at + 6:]
+
+
+def in_its_step(data):
+    """Step 1 instead of 4, which would make it the older one."""
+    return re.sub(rb"(?s)(iter_num(?:q.|r....)K)\x04", rb"\1" + b"\x01", data)
+
+
+@pytest.mark.parametrize("spoil", [in_a_tensor, in_its_step])
+def test_damage_of_the_newest_full_one_is_said_and_the_older_one_taken(two_full, capsys, spoil):
+    out, newest = two_full
+    good = newest.read_bytes()
+    newest.write_bytes(spoil(good))
+    assert newest.read_bytes() != good
+    assert found(out) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"skipping {newest}: ") and line.count("\n") == 1
+    (out / "ckpt.pt").write_bytes(in_a_tensor((out / "ckpt.pt").read_bytes()))
+    assert found(out) is None
+
+
 # -----------------------------------------------------------------------------
 # what a file says
 
@@ -201,7 +243,7 @@ def test_damage_of_a_full_one_falls_back_to_what_lies_beside_it(sound, out):
 def resumed(tmp, out):
     """The model and optimizer that a run with init_from=resume begins with."""
     cfg = resolve(tiny(tmp, out_dir=str(out), init_from="resume"), World())
-    cfg, source, _ = train.start(cfg, World())
+    cfg, source, _ = started(cfg, World())
     return train.build(train.meta_model(cfg), cfg, World(), source)
 
 

@@ -22,6 +22,7 @@ from harness import (
     plain_gpt,
     plain_training,
     refused,
+    started,
     steps,
     tiny,
     values,
@@ -250,7 +251,7 @@ def test_a_step_is_that_of_transformers_trainer(masked, tmp_path):
     left_out = ("--n_", "--bias", "--dropout", "--vocab", "--model")  # they are the file's
     argv = [arg for arg in argv if not arg.startswith(left_out)]
     argv += [f"--init_from={tmp_path}/hf", "--decay_lr=False", "--weight_decay=0.0"]
-    cfg, source, _ = train.start(resolve(load_config(argv), world), world)
+    cfg, source, _ = started(resolve(load_config(argv), world), world)
     wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
     run = SimpleNamespace(world=world, cfg=cfg, wrapped=wrapped, optimizer=optimizer,
                           batches=loader.Batches(cfg, world))

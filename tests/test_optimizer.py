@@ -10,7 +10,6 @@ import math
 import os
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -29,9 +28,7 @@ from harness import (
 from torch.distributed.tensor import DTensor
 
 import train
-from configurator import resolve
 from optimizer import allocate_state, learning_rate_at, make_adamw
-from ranks import World
 
 
 def test_optimizer_groups_are_nanogpts(tmp):
@@ -173,16 +170,3 @@ def test_stock_optimizers_agree_sharded(tmp):
     for name in names:
         alone = case_stock(tmp, name)
         assert values(sharded, name)[0] == pytest.approx(alone, rel=1e-6), name
-
-
-def test_own_state_is_in_the_plan(tmp):
-    from extras import plan  # a fork may have deleted it
-
-    machine = SimpleNamespace(
-        gpu_memory=2**36, host_memory=2**40, attention="flash2", cluster=None)
-    cfg = resolve(tiny(tmp, strategy="single"), World())
-    with patch.object(train, "make_optimizer", Factored):
-        row = plan.plan(cfg, World(), machine)
-    shapes = [p.shape for p in plain_gpt().parameters()]
-    expected = sum(8 + 4 * shape[0] for shape in shapes)
-    assert row["optimizer"] == expected + sum(4 * shape[1]**2 for shape in shapes if shape[1:])

@@ -1,7 +1,6 @@
 """
-What is printed in README.md and docs/ works: links, minimal.py, configs; test_commands.py runs the
-commands. And the house stands as it is drawn there: which file may import which, and that extras/
-can go.
+What is printed on the pages works: links, minimal.py, configs; test_commands.py runs the commands.
+And the house stands as it is drawn there: which file may import which.
 
     python -m pytest -q tests/test_readme.py
     python -m pytest -q tests/test_readme.py -k house
@@ -12,15 +11,15 @@ import graphlib
 import math
 import os
 import re
-import shutil
 from glob import glob
 
 import pytest
 import torch
+from commands import EXTRAS, pages, read
 from harness import (
     HERE,
     SHORT,
-    copied,
+    SIMGPU,
     flags,
     launch,
     losses,
@@ -33,34 +32,42 @@ from configurator import STRATEGIES, load_config
 from model import GPT, GPTConfig
 
 CONFIGS = sorted(glob("*.py", root_dir=os.path.join(HERE, "config")))
-PAGES = [os.path.join(HERE, "README.md"), *sorted(glob(os.path.join(HERE, "docs", "*.md")))]
-
-
-def read(path):
-    with open(os.path.join(HERE, path), encoding="utf-8") as f:
-        return f.read()
+HAS_EXTRAS = os.path.exists(os.path.join(HERE, "extras"))  # a fork may have deleted it
 
 
 # -----------------------------------------------------------------------------
-# README.md and docs/
+# README.md, docs/, and what extras/ has
+
+
+def whole(page):
+    """Its text, of README with the section In extras/."""
+    return read(page) + (read(EXTRAS) if page == "README.md" else "")
 
 
 def anchors(page):
     """What GitHub makes of the headings of a page."""
-    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)  # a comment is no heading
+    text = re.sub(r"^```.*?^```", "", whole(page), flags=re.M | re.S)  # a comment is no heading
     titles = re.findall(r"^#+ (.*)", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=os.path.basename)
+@pytest.mark.parametrize("page", [*pages(), *(pages(of_extras=True) if HAS_EXTRAS else [])])
 def test_readme_links_point_to_what_exists(page):
+    file = "README.md" if page == EXTRAS else page
     for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
         path, _, anchor = link.partition("#")
         if re.match(r"\w+:", link):  # https:, mailto:
             continue
-        target = os.path.join(os.path.dirname(page), path) if path else page
-        assert os.path.exists(target), link
+        target = os.path.normpath(os.path.join(os.path.dirname(file), path)) if path else file
+        assert os.path.exists(os.path.join(HERE, target)), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_pages_of_the_core_do_not_need_extras():
+    """A fork that has deleted it has no page that speaks of it, but for README's one section."""
+    for page in pages():
+        text = read(page).replace("](#in-extras)", "]")
+        assert "extras" not in text, page
 
 
 def test_readme_ruff_passes():
@@ -99,7 +106,7 @@ def launched(n, gpus, cwd, program, *argv):
     env = dict(CUDA_VISIBLE_DEVICES=",".join(map(str, range(gpus))))
     if gpus and simulates(gpus):
         launcher += ["-m", "simgpu"]
-        env = dict(SIM_GPUS=str(gpus), PYTHONPATH=os.path.join(HERE, "tests"))
+        env = dict(SIM_GPUS=str(gpus), PYTHONPATH=SIMGPU)
     p = python(*launcher, os.path.join(HERE, program), *argv, cwd=cwd, env=env)
     assert p.returncode == 0, p.stderr
     return p
@@ -155,46 +162,71 @@ def test_minimal_trains_as_one_process(tmp_path, n, gpus):
         assert (t - expected[name]).norm() < 1e-2 * expected[name].norm(), name
 
 
+def test_adapter_of_the_page_trains_on_two_ranks_and_resumes(tmp, models):
+    """docs/model_file.md has it. A key of it is enough, and it begins as its base."""
+    section = re.search(r"## An adapter\n.*?```python\n(.*?)```", read("docs/model_file.md"), re.S)
+    (models / "scales.py").write_text(section[1])
+    argv = [*SHORT, f"--dataset={tmp}/toy", "--gradient_accumulation_steps=2", "--eval_interval=1"]
+    base, out = f"{tmp}/page-base", f"{tmp}/page-scales"
+    launch(1, [*argv, f"--out_dir={base}"])
+    begun = [*argv, f"--init_from={base}", "--scales_start=1.0", "--learning_rate=1e-2"]
+    launch(1, [*begun, f"--out_dir={out}-one"])
+    launch(2, [*begun, "--strategy=full_shard", f"--out_dir={out}"])
+    assert losses(out) == pytest.approx(losses(f"{out}-one"), abs=1e-5)
+    saved = torch.load(f"{out}/ckpt.pt")
+    assert all(name.endswith(".scale") for name in saved["model"]) and saved["model"]
+    assert any((t != 1).any() for t in saved["model"].values())
+    before = len(losses(out))
+    launch(1, [*argv, "--init_from=resume", "--max_iters=4", f"--out_dir={out}"])
+    assert len(losses(out)) > before
+
+
 # -----------------------------------------------------------------------------
 # config/; test_data.py asks every data/*/prepare.py for its help
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_readme_every_config_runs_two_steps(tmp, name):
-    path = os.path.join(HERE, "config", name)
+    run_two_steps(tmp, os.path.join(HERE, "config", name))
+
+
+def run_two_steps(tmp, path, **keys):
+    """A config of any size in seconds, on one rank or two."""
     cfg = load_config([path])
     small = dict(
         model=cfg.model, gradient_accumulation_steps=2, wandb_log=False, init_from="scratch",
-        dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, "config-" + name))
-    if cfg.model == "llama":
-        small.update(n_kv_head=1, n_inner=32, vocab_size=67)
+        dataset=os.path.join(tmp, "toy"), out_dir=os.path.join(tmp, os.path.basename(path)))
     if cfg.strategy == "hybrid_shard":
         small["shard_group_size"] = 2
     world = 1 if cfg.strategy in ("", "single") else 2
-    if cfg.lora_rank:  # the base is another run, of the same sizes
-        small.update(frozen_dtype="float32")
-        base = dict(small, lora_rank=0, out_dir=os.path.join(tmp, "base-" + name))
-        launch(world, [path, *SHORT, *flags(**base)])
-        small.update(init_from=base["out_dir"])
-    launch(world, [path, *SHORT, *flags(**small)])
+    launch(world, [path, *SHORT, *flags(**{**small, **keys})])
 
 
 # -----------------------------------------------------------------------------
 # the house: a room is a file, or the folder data/
 
 
-# {name of a module: path} of the product; tests and data/*/prepare.py are none
-PATHS = [path for pattern in ("*.py", "data/*.py", "extras/*.py", "extras/planning/*.py")
-         for path in glob(pattern, root_dir=HERE) if path not in ("test_fsdp.py", "conftest.py")]
-ROOMS = {path.removesuffix(".py").replace(os.sep, "."): path for path in PATHS}
+def modules(*patterns):
+    """{name of a module: path} of the product; tests and data/*/prepare.py are none."""
+    found = {}
+    for pattern in patterns:
+        for path in glob(pattern, root_dir=HERE):
+            if path not in ("test_fsdp.py", "conftest.py"):
+                name = path.removesuffix(".py").removesuffix("/__init__").replace(os.sep, ".")
+                found[name] = path
+    return found
+
+
+CORE = modules("*.py", "data/*.py")
 
 
 def room_of(module):
     return "data" if module.startswith("data.") else module
 
 
-def imports_of(path):
-    """The rooms that a file's import statements name, those inside functions too."""
+def imports_of(path, known):
+    """The rooms that a file's import statements name, those inside functions too. known: names of
+    modules."""
     names = set()
     for node in ast.walk(ast.parse(read(path))):
         if isinstance(node, ast.Import):
@@ -202,15 +234,36 @@ def imports_of(path):
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return {room_of(name) for name in names & ROOMS.keys()}
+    return {room_of(name) for name in names & known.keys()}
 
 
-def house():
-    """{room: rooms that it imports}."""
+def house(known):
+    """{room: rooms that it imports}; known: as `modules` returns."""
     found = {}
-    for module, path in ROOMS.items():
+    for module, path in known.items():
         room = room_of(module)
-        found.setdefault(room, set()).update(imports_of(path) - {room})
+        found.setdefault(room, set()).update(imports_of(path, known) - {room})
+    return found
+
+
+def floors(found):
+    """How many there are in this house. CycleError names a circle."""
+    floor = {}
+    for room in graphlib.TopologicalSorter(found).static_order():
+        floor[room] = 1 + max((floor[below] for below in found[room]), default=0)
+    return max(floor.values())
+
+
+def that_know_strategies_by_name(paths):
+    """The names of functions that compare a strategy with a text."""
+    found = set()
+    for path in paths:
+        for function in ast.walk(ast.parse(read(path))):
+            if isinstance(function, ast.FunctionDef):
+                compared = [n for n in ast.walk(function) if isinstance(n, ast.Compare)]
+                texts = map(ast.unparse, compared)
+                if any(re.search(r"\.strategy\b.*'", text) for text in texts):
+                    found.add(function.name)
     return found
 
 
@@ -218,75 +271,25 @@ GROUND = {"model", "fsdp", "optimizer", "ranks", "configurator", "data"}
 
 
 def test_house_the_ground_floor_knows_only_torch():
-    for room, imported in house().items():
-        if room in GROUND or room in ("extras.muon", "extras.float8"):
-            assert imported == set(), room
-        if room in ("extras.llama", "extras.moe", "extras.lora"):
-            assert imported == {"model"}, room
-        if not room.startswith("extras."):  # what a fork may delete is imported by its key only
-            assert not [name for name in imported if name.startswith("extras.")], room
+    found = house(CORE)
+    for room in GROUND & found.keys():
+        assert found[room] == set(), room
 
 
 @of_ours
 def test_house_has_few_floors_and_no_circle():
-    found = house()
-    order = list(graphlib.TopologicalSorter(found).static_order())  # CycleError names a circle
-    floor = {}
-    for room in order:
-        floor[room] = 1 + max((floor[below] for below in found[room]), default=0)
-    assert max(floor.values()) <= 6
+    found = house(CORE)
+    assert floors(found) <= 4
     core = [room for room in found if f"`{room}.py`" in read("README.md")]  # not your own model
     assert sum(len(found[room]) for room in core) <= 21
-    assert max(map(len, found.values())) <= 8  # of extras/ too, however many files it has
+    assert max(map(len, found.values())) <= 8
 
 
 def test_house_readme_names_all_that_know_strategies_by_name():
     recipe = re.search(r"- \*\*Another strategy\*\*.*?\n- ", read("README.md"), re.S)[0]
-    found = set()
-    for path in ROOMS.values():
-        for function in ast.walk(ast.parse(read(path))):
-            if isinstance(function, ast.FunctionDef):
-                compared = [n for n in ast.walk(function) if isinstance(n, ast.Compare)]
-                texts = map(ast.unparse, compared)
-                if any(re.search(r"\.strategy\b.*'", text) for text in texts):
-                    found.add(function.name)
-    assert "train_step" in found  # what the search would find, if it works
+    found = that_know_strategies_by_name(CORE.values())
+    assert "parallelize" in found  # what the search would find, if it works
     assert [name for name in found if f"`{name}`" not in recipe] == []
-    code = "\n".join(map(read, ROOMS.values()))
+    code = "\n".join(map(read, CORE.values()))
     for name in set(re.findall(r"`(\w+)`", recipe)) - {*STRATEGIES, "shard"}:
         assert re.search(rf"^(def {name}\(|{name} = )", code, re.M), name
-
-
-def test_house_stands_without_extras(tmp, tmp_path):
-    """In a copy, after `rm -r extras`: README's quickstart and tests of test_fsdp.py pass, all
-    tests are found or skipped, and a key that needs a file of extras/ says so in one line."""
-    copy = copied(tmp_path / "copy")
-    shutil.rmtree(copy / "extras")
-
-    def run(*args):
-        return python(*args, cwd=copy, env={"PYTHONPATH": str(copy)})
-
-    # its own README, files and keys are its own affair
-    (copy / "README.md").write_text("# A fork\n")
-    (copy / "mine.py").write_text("import train  # noqa\n")
-    config = (copy / "configurator.py").read_text()
-    config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
-    (copy / "configurator.py").write_text(config)
-    chosen = "recomputed or test_parity_single or few_floors or every_key_is_read"
-    p = run("-m", "pytest", "-q", "-rs", "-k", chosen)
-    assert p.returncode == 0 and "\n3 passed, " in p.stdout, p.stdout
-    assert p.stdout.count("it holds nanoFSDP2 itself") == 2, p.stdout
-    for flag, file in {"--init_from=gpt2": "huggingface", "--optimizer=muon": "muon",
-                       "--dtype=float8": "float8", "--lora_rank=8": "lora",
-                       "--model=llama": "extras/"}.items():
-        p = run("train.py", *SHORT, flag, f"--dataset={tmp}/toy", f"--out_dir={tmp_path}/out")
-        assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
-        assert flag[2:].replace("llama", "'llama'") in p.stderr and file in p.stderr, p.stderr
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    for command in (
-        ("data/python_stdlib/prepare.py",),
-        (*launcher, "train.py", "config/quickstart.py", *SHORT),
-        ("sample.py", "--out_dir=out-quickstart", "--max_new_tokens=5", "--num_samples=1"),
-    ):
-        p = run(*command)
-        assert p.returncode == 0, p.stderr

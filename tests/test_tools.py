@@ -1,5 +1,5 @@
 """
-sample.py, eval_only, and what a run logs. (The bench is in test_bench.py.)
+sample.py, eval_only, and what a run logs.
 
     python -m pytest -q tests/test_tools.py
 """
@@ -8,12 +8,12 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
-import harness
 import pytest
 import torch
 from harness import (
@@ -43,22 +43,27 @@ from ranks import World
 # sample.py, eval_only
 
 
-def test_tools_sample_from_everything(tmp, tmp_path):
-    """A sharded checkpoint of a model with keys of its own; a prompt from stdin, a flag, a file."""
-    from extras import moe  # a fork may have deleted it
+def from_stdin(path, argv):
+    """sample.py, with a file as its stdin."""
+    os.dup2(os.open(path, os.O_RDONLY), 0)
+    sample.main(argv)
 
+
+def test_tools_sample_from_everything(tmp, models):
+    """A sharded checkpoint of a model with keys of its own; a prompt from stdin, a flag, a file."""
+    shutil.copy(os.path.join(HERE, "tests", "hybrid.py"), models)
     out = os.path.join(tmp, "sampled")
-    make_data(str(tmp_path / "bytes"), vocab=256, tokenizer="bytes")
-    own = dict(model="moe", n_expert=moe.MoEConfig.n_expert + 1)
-    launch(2, arguments(tmp, out, max_iters=2, checkpoint="sharded", dataset=tmp_path / "bytes",
+    make_data(str(models / "bytes"), vocab=256, tokenizer="bytes")
+    own = dict(model="hybrid", latent=10)
+    launch(2, arguments(tmp, out, max_iters=2, checkpoint="sharded", dataset=models / "bytes",
                         **own))
     args = [f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=30", "--dtype=float32"]
-    (tmp_path / "p.txt").write_text("import")
-    runs = [python("sample.py", *args, "--start=-", stdin="import")]
-    os.rename(tmp_path / "bytes", tmp_path / "gone")  # the checkpoint knows its tokenizer
-    for start in ("import", f"FILE:{tmp_path / 'p.txt'}"):
+    (models / "p.txt").write_text("import")
+    runs = [Ranks(1, from_stdin, models / "p.txt", [*args, "--start=-"]).finish()]
+    os.rename(models / "bytes", models / "gone")  # the checkpoint knows its tokenizer
+    for start in ("import", f"FILE:{models / 'p.txt'}"):
         runs.append(Ranks(1, sample.main, [*args, f"--start={start}"]).finish())
-    assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs[0].stderr
+    assert all(p.returncode == 0 and p.stdout.startswith("import") for p in runs), runs
     assert len({p.stdout for p in runs}) == 1
     assert len(runs[0].stdout) > len("import\n---------------\n")
 
@@ -244,18 +249,6 @@ def test_tools_missing_package_is_one_clear_line(tmp, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails, installed or not
     line = refused(metrics.Log, tiny(tmp, wandb_log=True), World(), str(tmp_path), "the-id", 0)
     assert "wandb_log=True" in line and "pip install wandb" in line
-
-
-def test_tools_of_extras_start_from_another_directory(tmp_path):
-    """By their paths, as train.py, sample.py and data/prepare.py do."""
-    names = ("plan.py", "bench.py", "huggingface.py")
-    paths = [os.path.join(HERE, "extras", name) for name in names]
-    if not os.path.exists(paths[0]):
-        pytest.skip("extras/ is not here")
-    started = [harness.start(1, [path, "--help"], tmp_path, PYTHONPATH="") for path in paths]
-    for path, p in zip(paths, started):
-        out = harness.finish(p)
-        assert p.returncode == 0 and "python -m extras." in out, f"{path}\n{out}"
 
 
 def test_tools_windows_is_one_clear_line():

@@ -33,6 +33,7 @@ from harness import (
     read_metrics,
     refused,
     run_training,
+    started,
     steps,
     tiny,
     trained,
@@ -81,7 +82,8 @@ def test_flops_are_counted_on_a_model_that_does_not_train(tmp):
     """Its forward runs on the meta device, and may leave a tensor of that device in it."""
     counted, built = [], []
     build = train.build
-    with (patch.object(train, "step_flops", lambda model, *_: counted.append(model) or 0),
+    with (patch.object(metrics, "peak_flops", lambda device: 1e12),
+          patch.object(metrics, "flops_per_token", lambda model, *_: counted.append(model) or 0),
           patch.object(train, "build", lambda *args: built.append(args[0]) or build(*args))):
         run_training(tmp, "counted", max_iters=1)
     assert len(counted) == len(built) == 1 and counted[0] is not built[0]
@@ -233,14 +235,14 @@ def test_option_dropout_is_on_where_gpt2_has_it():
 SIZES = dict(n_layer=2, n_head=2, n_embd=8, block_size=32, vocab_size=67, bias=False)
 
 
-def started(tmp, *flags, init_from="resume", sizes=SIZES, **config):
-    """train.start, given a checkpoint of these sizes and config; returns the config."""
+def started_on(tmp, *flags, init_from="resume", sizes=SIZES, **config):
+    """The final config of a run, given a checkpoint of these sizes and config."""
     own = asdict(tiny(tmp, **SIZES, dropout=0.5))
     header = dict(model_args=dict(sizes, dropout=0.5), config=config or own)
     source = checkpoint.Source("there/ckpt.pt", header, {})
     cfg = load_config([f"--dataset={tmp}/toy", f"--init_from={init_from}", *flags])
     with patch.object(train, "open_source", lambda cfg, world: source):
-        cfg, found, resumed = train.start(cfg, World())
+        cfg, found, resumed = started(cfg, World())
     assert (found, resumed) == (source, init_from in ("resume", "auto"))
     return cfg
 
@@ -253,7 +255,7 @@ def test_start_from_another_run_takes_its_weights_alone(tmp, capsys):
     saved["scaler"] = dict(scale=128.0)  # as float16 has it
     torch.save(saved, os.path.join(tmp, "another", "ckpt.pt"))
     cfg = tiny(tmp, init_from=os.path.join(tmp, "another"), strategy="single")
-    cfg, source, resumed = train.start(cfg, World())
+    cfg, source, resumed = started(cfg, World())
     assert not resumed
     assert (source.header["iter_num"], source.header["best_val_loss"]) == (0, 1e9)
     assert source.header["scaler"] is None
@@ -272,11 +274,11 @@ def test_start_takes_the_checkpoints_model_and_sizes_and_this_runs_dropout(tmp, 
         "@dataclass\n"
         "class ModelConfig(GPTConfig):\n"
         "    n_own: int = 1\n")
-    cfg = started(tmp, "--dropout=0.25", "--n_layer=2")
+    cfg = started_on(tmp, "--dropout=0.25", "--n_layer=2")
     assert {key: getattr(cfg, key) for key in SIZES} == SIZES and cfg.dropout == 0.25
-    cfg = started(tmp, sizes=dict(SIZES, n_own=3), model="other", optimizer="adamw")
+    cfg = started_on(tmp, sizes=dict(SIZES, n_own=3), model="other", optimizer="adamw")
     assert (cfg.model, cfg.n_own) == ("other", 3)
-    assert started(tmp, learning_rate=1e-3).model == "gpt2"  # nanoGPT's names no model
+    assert started_on(tmp, learning_rate=1e-3).model == "gpt2"  # nanoGPT's names no model
 
 
 @pytest.mark.parametrize("init_from, flags, theirs, expected", [
@@ -286,7 +288,7 @@ def test_start_takes_the_checkpoints_model_and_sizes_and_this_runs_dropout(tmp, 
 def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
     """And says so where nobody asked for it: a longer one would take more memory."""
     sizes = dict(SIZES, block_size=theirs)
-    cfg = started(tmp, *flags, init_from=init_from, sizes=sizes)
+    cfg = started_on(tmp, *flags, init_from=init_from, sizes=sizes)
     assert cfg.block_size == expected
     batches = SimpleNamespace(files={"train": {}})
     source = checkpoint.Source("there", dict(model_args=sizes, iter_num=0), {})
@@ -300,10 +302,10 @@ def test_start_says_what_changes_the_numbers(tmp, capsys):
     same = [f"--{key}={TINY[key]}" for key in (
         "batch_size", "gradient_accumulation_steps", "learning_rate", "min_lr", "warmup_iters",
         "lr_decay_iters", "grad_clip")]
-    started(tmp, *same, "--dropout=0.5", "--max_iters=9", "--strategy=ddp", "--out_dir=else")
-    started(tmp, init_from="gpt2")  # another run, and not this one going on
+    started_on(tmp, *same, "--dropout=0.5", "--max_iters=9", "--strategy=ddp", "--out_dir=else")
+    started_on(tmp, init_from="gpt2")  # another run, and not this one going on
     assert capsys.readouterr().out == ""
-    started(tmp, *same[1:], "--seed=7", "--block_size=8", "--freeze=wpe", "--dropout=0.5")
+    started_on(tmp, *same[1:], "--seed=7", "--block_size=8", "--freeze=wpe", "--dropout=0.5")
     line = capsys.readouterr().out
     assert line.count("\n") == 1 and "there/ckpt.pt" in line and line.count("=") == 4
     for new, old in (("batch_size=12", "2"), ("seed=7", "1337"), ("block_size=8", "32"),
@@ -315,7 +317,7 @@ def test_start_says_what_changes_the_numbers(tmp, capsys):
 @pytest.mark.parametrize("init_from", ["scratch", "auto"])
 def test_start_without_a_checkpoint_takes_the_datas_vocabulary(tmp, init_from, data, vocab_size):
     flags = dict(dataset=f"{tmp}/{data}", out_dir=f"{tmp}/none", init_from=init_from)
-    cfg, *rest = train.start(load_config([f"--{k}={v}" for k, v in flags.items()]), World())
+    cfg, *rest = started(load_config([f"--{k}={v}" for k, v in flags.items()]), World())
     assert (cfg.vocab_size, *rest) == (vocab_size, None, False)
 
 
@@ -457,12 +459,12 @@ def test_log_on_a_full_disk_is_said_and_the_run_goes_on(tmp, monkeypatch, capsys
 def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch):
     """And the next save waits for it: the first is held up until then."""
     done, waited_for = [], threading.Event()
-    look, complete = checkpoint.Saver.look, checkpoint.Saver.save_sharded
+    wait_for_save, complete = checkpoint.Saver.wait, checkpoint.Saver.save_sharded
 
-    def looking(saver, wait=False):
-        if saver.saving and wait:
+    def waiting(saver):
+        if saver.saving:
             waited_for.set()
-        look(saver, wait)
+        wait_for_save(saver)
 
     def held(saver, *args):
         assert waited_for.wait(60)
@@ -473,7 +475,7 @@ def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch
     def noted(event, function):
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.Saver, "look", looking)
+    monkeypatch.setattr(checkpoint.Saver, "wait", waiting)
     monkeypatch.setattr(checkpoint.Saver, "save_sharded", held)
     monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
     check = checkpoint.require_finite_state  # the first thing that a save does

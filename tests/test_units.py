@@ -5,20 +5,19 @@ ranks make of them is in test_fsdp.py.
     python -m pytest -q tests/test_units.py
 """
 
-import os
 from functools import partial
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
-from harness import HERE, plain_gpt
+from harness import plain_gpt
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
-from configurator import load_config, model_config
+import test_fsdp
+from model import GPT
 
 
 def test_units_by_size_leave_a_tied_embedding_in_the_root():
@@ -32,14 +31,10 @@ def test_units_by_size_leave_a_tied_embedding_in_the_root():
 @pytest.mark.parametrize("vocab_size, tied, is_unit", [
     (9000, False, True), (9000, True, False), (200, False, False)])
 def test_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tied, is_unit):
-    from extras import llama  # a fork may have deleted it
-
-    sizes = dict(n_layer=2, n_head=2, n_kv_head=2, n_embd=16, n_inner=64)
-    with torch.device("meta"):
-        model = llama.Model(llama.ModelConfig(
-            vocab_size=vocab_size, tie_embeddings=tied, **sizes))
-    expected = [model.model.embed_tokens] * is_unit + list(model.blocks)
-    assert fsdp.find_units(model, model.blocks) == expected
+    sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=vocab_size)
+    gpt = plain_gpt(GPT if tied else test_fsdp.Model, **sizes)
+    expected = [gpt.transformer.wte] * is_unit + list(gpt.blocks)
+    assert fsdp.find_units(gpt, gpt.blocks) == expected
 
 
 def test_units_are_what_blocks_share_and_then_the_blocks():
@@ -105,19 +100,3 @@ def test_units_in_host_memory_and_the_root_if_all_are(fraction, expected):
         if isinstance(call.kwargs["offload_policy"], CPUOffloadPolicy):
             offloaded.append(name)
     assert offloaded == expected
-
-
-@pytest.mark.parametrize("name, per_block", [
-    ("llama2_7b", ["mlp"]),
-    ("llama2_70b", ["self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])])
-def test_units_of_llama_by_size_are_the_published_wrapping(name, per_block):
-    """FSDP1's size_based_auto_wrap_policy with 100,000,000 on Llama 2, as its users print it."""
-    from extras import llama  # a fork may have deleted it
-
-    cfg = load_config([os.path.join(HERE, "config", f"{name}.py")])
-    with torch.device("meta"):
-        model = llama.Model(model_config(cfg))
-    names = {module: name for name, module in model.named_modules()}
-    expected = [f"model.layers.{i}.{part}" for i in range(cfg.n_layer) for part in per_block]
-    units = [names[unit] for unit in fsdp.find_units(model, model.blocks, 100_000_000)]
-    assert units == ["model.embed_tokens", *expected, "lm_head"]

@@ -1,0 +1,37 @@
+# GPT-3 13B: on 8 GPUs as it stands, on one with most of it in host memory.
+#   python -m extras.plan extras/config/gpt3_13b.py --world_size=8 --gpu_memory=80
+#   torchrun --standalone --nproc_per_node=8 train.py extras/config/gpt3_13b.py
+# On one, ask first which --cpu_offload fits:
+#   python -m extras.plan extras/config/gpt3_13b.py --gpu_memory=80 --host_memory=512 \
+#       --cpu_offload=0.9
+#   torchrun --standalone --nproc_per_node=1 train.py extras/config/gpt3_13b.py --cpu_offload=0.9
+# 12 * 40 * 5120^2 = 12.58 billion in the blocks + (50,304 + 2,048) * 5120 = 0.27 billion: 12.85.
+# 16 bytes each (fp32 master, gradient, two moments) are 206 GB, 25.7 GB per GPU on 8.
+# On 8 GPUs the plan's peak is 32.1 GiB.
+# With --gpu=H100 it plans 50.896 s per step and an MFU of 42.7%; 143,000 steps are 84.2 days.
+
+out_dir = 'out-gpt3-13b'
+dataset = 'fineweb_edu'
+strategy = 'full_shard'
+activation_checkpointing = 'full'
+loss_chunks = 8  # logits: 12 * 4 * 2048 * 50,304 = 4.9 GB whole, an eighth of it in pieces
+
+n_layer = 40
+n_head = 40  # GPT-3's table has 5140 / 40, which no head size divides
+n_embd = 5120
+block_size = 2048
+
+# 4 * 2048 * 256 = 2.1M tokens per step (256 = 32 micro-batches on each of 8 GPUs), GPT-3's batch
+batch_size = 4
+gradient_accumulation_steps = 256
+
+# 300 billion tokens / 2.1M = 143,000 steps
+learning_rate = 1e-4
+min_lr = 1e-5
+max_iters = 143000
+lr_decay_iters = 143000
+warmup_iters = 180  # 375M tokens
+
+eval_interval = 1000
+eval_iters = 40
+checkpoint = 'sharded'  # 12 bytes per parameter are 154 GB

@@ -1,0 +1,187 @@
+"""
+extras/ as a whole: its configs run, its keys are used, which of its files may import which; and
+what is left after `rm -r extras` stands by itself.
+
+    python -m pytest -q extras/tests/test_house.py
+"""
+
+import os
+import re
+import shutil
+from dataclasses import fields
+from glob import glob
+
+import harness
+import pytest
+from harness import HERE, SHORT, copied, of_ours, python
+from test_config import keys, require_read_and_tested, require_unknown_model, text_of
+from test_readme import (
+    CORE,
+    floors,
+    house,
+    modules,
+    read,
+    run_two_steps,
+    that_know_strategies_by_name,
+)
+
+from configurator import adapter_file, load_config
+
+EXTRAS = modules("extras/*.py", "extras/plan/*.py")
+
+# -----------------------------------------------------------------------------
+# configs, keys, commands
+
+
+@pytest.mark.parametrize("name", sorted(glob("*.py", root_dir=f"{HERE}/extras/config")))
+def test_house_every_config_of_extras_runs_two_steps(tmp, name):
+    path = os.path.join(HERE, "extras", "config", name)
+    cfg = load_config([path])
+    small = {}
+    if cfg.model == "llama":
+        small.update(n_kv_head=1, n_inner=32, vocab_size=67)
+    if cfg.adapter:  # the base is another run, of the same sizes, without an adapter
+        small.update(frozen_dtype="float32")
+        base = os.path.join(tmp, "base-" + name)
+        run_two_steps(tmp, path, **small, out_dir=base, adapter="")
+        small.update(init_from=base)
+    run_two_steps(tmp, path, **small)
+
+
+@of_ours
+def test_house_every_key_of_extras_is_read_and_tested():
+    """A key that no code reads, or no test sets, is a defect."""
+    code = text_of("[!t]*.py", "train.py", "data/*.py", "extras/*.py", "extras/plan/*.py")
+    tests = text_of("test_fsdp.py", "tests/*.py", "extras/tests/*.py", "extras/config/*.py")
+    for model in ("llama", "moe"):
+        require_read_and_tested(keys(model), code, tests)
+    require_read_and_tested(fields(adapter_file("lora").AdapterConfig), code, tests)
+
+
+@pytest.mark.parametrize("name", ["plan", "extras/moe", "extras.moe"])
+def test_house_models_of_extras_have_a_name_and_no_path(tmp_path, monkeypatch, capsys, name):
+    require_unknown_model(tmp_path, monkeypatch, capsys, name)
+
+
+def test_house_tools_of_extras_start_from_another_directory(tmp_path):
+    """By their paths, as train.py, sample.py and data/prepare.py do."""
+    names = ("plan", "bench.py", "huggingface.py")
+    paths = [os.path.join(HERE, "extras", name) for name in names]
+    started = [harness.start(1, [path, "--help"], tmp_path, PYTHONPATH="") for path in paths]
+    for path, p in zip(paths, started):
+        out = harness.finish(p)
+        assert p.returncode == 0 and "python -m extras." in out, f"{path}\n{out}"
+
+
+# -----------------------------------------------------------------------------
+# which file imports which
+
+
+def test_house_the_core_imports_nothing_of_extras():
+    """Only the files that a key names, by that key."""
+    found = house({**CORE, **EXTRAS})
+    for room, imported in found.items():
+        if room in ("extras.muon", "extras.float8"):
+            assert imported == set(), room
+        if room in ("extras.llama", "extras.moe", "extras.lora"):
+            assert imported == {"model"}, room
+        if not room.startswith("extras."):
+            assert not [name for name in imported if name.startswith("extras.")], room
+
+
+@of_ours
+def test_house_with_extras_has_few_floors_and_no_circle():
+    found = house({**CORE, **EXTRAS})
+    assert floors(found) <= 6
+    assert max(map(len, found.values())) <= 8  # however many files it has
+
+
+def test_house_pages_name_all_in_extras_that_know_strategies_by_name():
+    pages = "".join(map(read, glob("extras/docs/*.md", root_dir=HERE)))
+    found = that_know_strategies_by_name(EXTRAS.values())
+    assert "place" in found  # what the search would find, if it works
+    assert [name for name in found if f"`{name}`" not in pages] == []
+
+
+# -----------------------------------------------------------------------------
+# without it
+
+# The files that may name extras/: they look for it, and say so if it is not here.
+LOOKUPS = {
+    "configurator.py", "conftest.py", "tests/commands.py", "tests/harness.py",
+    "tests/test_contract.py", "tests/test_readme.py"}
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """A copy of the project after `rm -r extras`."""
+    copy = copied(tmp_path_factory.mktemp("left") / "copy")
+    shutil.rmtree(copy / "extras")
+    return copy
+
+
+def run_in(copy, *args):
+    return python(*args, cwd=copy, env={"PYTHONPATH": str(copy)}, timeout=300)
+
+
+def test_house_nothing_that_is_left_names_extras(left):
+    """But for lookups, and one section of README. Nor does it name a file that was there."""
+    gone = {os.path.basename(path) for pattern in ("*", "*/*", "*/*/*")
+            for path in glob(f"extras/{pattern}", root_dir=HERE) if path.endswith((".py", ".md"))}
+    gone -= {os.path.basename(path) for path in glob("**/*", root_dir=left, recursive=True)}
+    named = {}
+    for path in glob("**/*", root_dir=left, recursive=True):
+        if path in LOOKUPS or not path.endswith((".py", ".md", ".txt", ".toml")):
+            continue
+        text = read(path).replace("](#in-extras)", "]")  # README without that section
+        files = set(re.findall(r"\b\w+\.(?:py|md)\b", text)) & gone
+        named[path] = [*re.findall(r".*extras.*", text), *files]
+    assert {path: names for path, names in named.items() if names} == {}
+
+
+def test_house_stands_without_extras(left):
+    """README's command for the tests, on some of them: none is skipped because a file is gone."""
+    command = re.search(r"^ +python (-m pytest .*)", read("README.md"), re.M)[1].split()
+    p = run_in(left, *command, "--co")
+    assert p.returncode == 0, p.stdout
+    chosen = ("recomputed or test_parity_single or few_floors or every_key or every_config or "
+              "mistake or units or contract_of_the_file")
+    p = run_in(left, *command, "-rs", "-k", chosen)
+    assert p.returncode == 0 and " passed" in p.stdout, p.stdout
+    assert "SKIPPED" not in p.stdout, p.stdout
+
+
+def test_house_a_fork_of_another_name_stands_without_extras(left, tmp_path):
+    """Its own README, files and keys are its own affair."""
+    fork = shutil.copytree(left, tmp_path / "fork")
+    (fork / "README.md").write_text("# A fork\n")
+    (fork / "mine.py").write_text("import train  # noqa\n")
+    config = (fork / "configurator.py").read_text()
+    config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
+    (fork / "configurator.py").write_text(config)
+    chosen = "recomputed or test_parity_single or few_floors or every_key_is_read"
+    p = run_in(fork, "-m", "pytest", "-q", "-rs", "-k", chosen)
+    assert p.returncode == 0 and "\n3 passed, " in p.stdout, p.stdout
+    assert p.stdout.count("it holds nanoFSDP2 itself") == 2, p.stdout
+
+
+@pytest.mark.parametrize("flag, file", [
+    ("--init_from=gpt2", "huggingface"), ("--optimizer=muon", "muon"),
+    ("--dtype=float8", "float8"), ("--lora_rank=8", "lora"), ("--adapter=lora", "lora"),
+    ("--model=llama", "llama")])
+def test_house_a_key_without_its_file_is_one_line(tmp, tmp_path, left, flag, file):
+    p = run_in(left, "train.py", *SHORT, flag, f"--dataset={tmp}/toy", f"--out_dir={tmp_path}/out")
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    key, _, value = flag[2:].partition("=")
+    assert key in p.stderr and value in p.stderr and file in p.stderr, p.stderr
+
+
+def test_house_quickstart_runs_without_extras(left):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    for command in (
+        ("data/python_stdlib/prepare.py",),
+        (*launcher, "train.py", "config/quickstart.py", *SHORT),
+        ("sample.py", "--out_dir=out-quickstart", "--max_new_tokens=5", "--num_samples=1"),
+    ):
+        p = run_in(left, *command)
+        assert p.returncode == 0, p.stderr

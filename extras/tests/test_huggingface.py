@@ -1,0 +1,243 @@
+"""
+Hugging Face's format, in and out: GPT-2, Llama and Qwen3 against transformers.
+
+    python -m pytest -q tests/test_huggingface.py
+
+A run from one directory to another, with its tokenizer, is in test_llama.py.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from harness import HERE, on_ranks, plain_gpt, refused, started, values
+from test_data import gpt2_or_skip
+
+import sample
+import train
+from checkpoint import Source
+from configurator import load_config, resolve
+from data.tokenizer import encoder
+from extras.huggingface import KEPT, export, open_pretrained, understand
+from ranks import setup
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+IDX = torch.arange(16)[None]
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192)
+GPT2 = dict(n_layer=2, n_head=3, n_embd=48, n_positions=512)
+LLAMA = dict(num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, hidden_size=48,
+             intermediate_size=100, max_position_embeddings=512)
+KINDS = {  # name: (transformers' model type, its config's values)
+    "gpt2": ("gpt2", GPT2),
+    "llama2": ("llama", dict(LLAMA, num_key_value_heads=6)),
+    "llama3": ("llama", dict(LLAMA, rope_parameters=dict(LLAMA3, rope_theta=5e5))),
+    "smollm2": ("llama", dict(LLAMA, tie_word_embeddings=True)),
+    "qwen3": ("qwen3", dict(LLAMA, head_dim=24)),
+}
+
+
+def make_hf(path, kind, **more):
+    """A random model by transformers, saved in path; a Llama in shards."""
+    torch.manual_seed(0)
+    model_type, values = KINDS[kind]
+    values = {**values, "vocab_size": 91, "initializer_range": 0.2, **more}
+    config = transformers.AutoConfig.for_model(model_type, **values)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(p, std=0.1)
+    model.save_pretrained(path, max_shard_size="1GB" if kind == "gpt2" else "30KB")
+    assert os.path.exists(path / "model.safetensors.index.json") == (kind != "gpt2")
+    return model
+
+
+def loaded(path, *argv):
+    """What to call, with the values of a Hugging Face directory, as train.py starts from it."""
+    world = setup("cpu", "auto")
+    argv = [f"--init_from={path}", "--device=cpu", "--compile=False", "--dtype=float32", *argv]
+    cfg, source, resumed = started(resolve(load_config(argv), world), world)
+    assert not resumed
+    return train.build(train.meta_model(cfg), cfg, world, source)[0].eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_huggingface_logits_and_tokens_are_transformers(tmp_path, kind):
+    """In and out. A run on two ranks is in test_llama.py, and GPT-2's start below."""
+    theirs, hf = make_hf(tmp_path / "hf", kind), str(tmp_path / "hf")
+    ours = loaded(hf)
+    idx = torch.randint(91, (2, 300))
+    expected = theirs(idx).logits
+    assert (ours(idx, idx)[0] - expected).abs().max() < 1e-4 and expected.std() > 0.5
+    tokens = sample.generate(ours, idx[:1, :10], 50, temperature=0)
+    greedy = theirs.generate(idx[:1, :10], max_new_tokens=50, do_sample=False, eos_token_id=None)
+    assert tokens.tolist() == greedy.tolist() and tokens[0, 10:].unique().numel() > 3
+    for dtype in ("float32", "bfloat16"):
+        export(open_pretrained(hf), str(tmp_path / dtype), dtype)
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
+        assert type(back) is type(theirs) and back.dtype == getattr(torch, dtype)
+        for name, p in theirs.named_parameters():
+            assert torch.equal(back.get_parameter(name), p.to(back.dtype)), name
+        tied = back.lm_head.weight.data_ptr() == back.get_input_embeddings().weight.data_ptr()
+        assert tied == (kind in ("gpt2", "smollm2"))
+        difference = (back.float().eval()(idx).logits - expected).abs().max()
+        assert difference < (1e-4 if dtype == "float32" else 1.0)
+
+
+def case_gpt2(path, strategy):
+    """The names of the parameters whose values are not the file's."""
+    wrapped = loaded(path, f"--strategy={strategy}")
+    get, wrong = open_pretrained(path).get, []
+    for name, p in wrapped.named_parameters():
+        name = name.removeprefix("module.")  # of DDP
+        full = p.full_tensor() if strategy == "full_shard" else p
+        if not torch.equal(full, get(f"model.{name}")):
+            wrong.append(name)
+    return wrong
+
+
+def test_huggingface_gpt2_starts_on_ranks_with_its_weights(tmp_path):
+    """Its files are transposed, and a broadcast sends memory as it lies."""
+    make_hf(tmp_path, "gpt2")
+    cases = {name: (case_gpt2, dict(path=str(tmp_path), strategy=name))
+             for name in ("ddp", "full_shard")}
+    results = on_ranks(2, cases)
+    assert [values(results, name) for name in cases] == [[[], []], [[], []]]
+
+
+def source_of(model, **header):
+    flat = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    header = dict(model_args=asdict(model.config), config={}) | header
+    return Source("memory", header, {key: tuple(t.shape) for key, t in flat.items()}, flat.get)
+
+
+@torch.no_grad()
+def test_huggingface_of_a_model_without_biases_has_zeros(tmp_path):
+    """GPT-2 has biases everywhere."""
+    gpt = plain_gpt(bias=False, dropout=0.1)
+    export(source_of(gpt), str(tmp_path))
+    model = transformers.GPT2LMHeadModel
+    theirs, info = model.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (gpt(IDX, IDX)[0] - theirs.eval()(IDX).logits).abs().max() < 1e-5
+    assert theirs.config.resid_pdrop == theirs.config.attn_pdrop == 0.1  # the run's
+    assert theirs.config.eos_token_id is None  # not GPT-2's, which is beyond this vocabulary
+
+
+TEXTS = ["  don't stop\n\n\tI'LL 12,345 <|im_end|>", "caf\u00e9 \U0001f31e\u65e5\u672c ",
+         "\x00\u0301\ufb03"]
+
+
+@pytest.mark.parametrize("name, vocab_size", [("gpt2", 50304), ("bytes", 257), ("bytes", 256)])
+def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, name, vocab_size):
+    """Of GPT-2 from tiktoken's table, and the same for bytes."""
+    encode = gpt2_or_skip(monkeypatch).encode_ordinary if name == "gpt2" else encoder(name).encode
+    model = plain_gpt(vocab_size=vocab_size, n_embd=4, n_head=1)
+    meta = dict(vocab_size=vocab_size, tokenizer=name)
+    kept = {file: json.dumps({"eos_token_id": 7}) for file in ("config.json", KEPT[1])}
+    source = source_of(model, config={"dataset": "gone"}, meta=meta, kept=kept)
+    export(source, str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = [*TEXTS, *map(read_source, ("train.py", "tests/test_chat.py"))]
+    for text in texts:
+        assert theirs(text)["input_ids"] == list(encode(text))
+        assert theirs.decode(encode(text)) == text
+    end = {50304: 50256, 257: 256, 256: None}[vocab_size]
+    assert theirs.eos_token_id == end
+    for file in kept:  # a text ends with it too
+        ends = json.loads((tmp_path / file).read_text())["eos_token_id"]
+        assert ends == (7 if end is None else [end, 7])
+
+
+def read_source(path):
+    with open(os.path.join(HERE, path)) as f:
+        return f.read()
+
+
+@pytest.mark.parametrize("meta, said", [
+    (dict(chars=list("ab")), "characters"), (dict(tokenizer="tokenizer.json"), "gone"),
+    ({}, "not known")])
+def test_huggingface_says_that_it_has_no_tokenizer(tmp_path, capsys, meta, said):
+    export(source_of(plain_gpt(), config={"dataset": "gone"}, meta=meta), str(tmp_path))
+    line = capsys.readouterr().out
+    assert "without a tokenizer" in line and said in line and line.count("\n") == 1
+    assert not (tmp_path / "tokenizer.json").exists() and (tmp_path / "model.safetensors").exists()
+
+
+def test_huggingface_out_mistakes_are_one_clear_line(tmp_path):
+    source = source_of(plain_gpt())
+    assert "cannot write /proc/x" in refused(export, source, "/proc/x")
+    source.header["config"] = {"model": "moe"}
+    assert "model=moe" in refused(export, source, str(tmp_path))
+
+
+def edited(**values):
+    """An edit of config.json."""
+    def edit(path):
+        text = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**text, **values}))
+    return edit
+
+
+def lost_shard(path):
+    os.rename(path / "model.safetensors", path / "model-00001-of-00002.safetensors")
+    edited(n_layer=4)(path)
+
+
+@pytest.mark.parametrize("edit, flags, message", [
+    (edited(n_embd=30.0, n_layer=3.0), "", None),
+    (edited(), "--n_layer=3 --dropout=0.1", None),
+    (edited(n_layer=2.5), "", "n_layer=2.5 must be a whole number"),
+    (edited(n_layer=2), "", "is of another model: this one has no model.transformer.h.2."),
+    (lost_shard, "", "transformer.h.3.ln_1.weight is missing"),
+    (lambda path: os.truncate(path / "model.safetensors", 1000), "", "not a model in Hugging"),
+    (edited(), "--n_layer=12", "--n_layer=3"),  # given, though it is the default
+    (edited(), "--model=llama", "--model=gpt2"),
+])
+def test_huggingface_odd_files_and_other_sizes_are_one_clear_line(tmp_path, edit, flags, message):
+    export(source_of(plain_gpt()), str(tmp_path))
+    edit(tmp_path)
+    if message:
+        line = refused(loaded, tmp_path, *flags.split())
+        assert message in line and flags[2:] in line and str(tmp_path) in line
+    else:
+        ours = loaded(tmp_path, *flags.split())
+        assert torch.equal(ours(IDX, IDX)[0], plain_gpt()(IDX, IDX)[0])
+
+
+REFUSED = {
+    "gpt2": dict(activation_function="relu", layer_norm_epsilon=1e-6, scale_attn_weights=False,
+                 scale_attn_by_inverse_layer_idx=True, n_inner=100, tie_word_embeddings=False),
+    "llama2": dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", model_type="mistral",
+                   quantization_config=dict(bits=4), head_dim=7, num_key_value_heads=4),
+    "qwen3": dict(use_sliding_window=True),
+}
+SCALINGS = (dict(rope_type="yarn", factor=4.0), dict(type="linear", factor=2.0),
+            dict(LLAMA3, low_freq_factor=2.0))
+
+
+@pytest.mark.parametrize("kind, key, value", [
+    *[(kind, key, value) for kind in REFUSED for key, value in REFUSED[kind].items()],
+    *[("llama2", "rope_scaling", scaling) for scaling in SCALINGS]])
+def test_huggingface_refuses_what_we_do_not_compute(tmp_path, kind, key, value):
+    model_type, values = KINDS[kind]
+    config = dict(values, vocab_size=91, model_type=model_type)
+    understand(config)  # without the change
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    said = {"rope_scaling": "rotary positions", "num_key_value_heads": "n_kv_head=4"}
+    assert said.get(key, f"{key}={value!r}") in refused(open_pretrained, str(tmp_path))
+
+
+@pytest.mark.parametrize("name, hub", [
+    ("gpt2-xl", "openai-community/gpt2-xl"), ("org/model", "org/model")])
+def test_huggingface_name_on_the_hub(monkeypatch, name, hub):
+    hub_library = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub_library, "snapshot_download", lambda name, **kwargs: sys.exit(name))
+    assert refused(open_pretrained, name) == hub
+    assert refused(encoder, "bert-base-uncased") == "bert-base-uncased"  # no owner either

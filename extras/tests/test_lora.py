@@ -1,0 +1,407 @@
+"""
+LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
+
+    pip install transformers peft && python -m pytest -q tests/test_lora.py
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from harness import (
+    arguments,
+    built,
+    heard,
+    launch,
+    losses,
+    on_ranks,
+    plain_gpt,
+    read_ckpt,
+    refused,
+    run_training,
+    script,
+    started,
+    steps,
+    values,
+)
+from torch.distributed.tensor import DTensor
+
+import checkpoint
+import train
+from configurator import load_config, model_args, resolve
+from extras import huggingface, lora
+from ranks import World, setup
+
+KEYS = dict(lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
+ZERO3 = dict(strategy="full_shard")
+MODES = {  # name: (ranks, keys)
+    "ddp": (2, dict(strategy="ddp")),
+    "zero2": (2, dict(strategy="shard_grad_op", grad_sync="last")),
+    "zero3": (2, ZERO3),
+    "sharded": (2, dict(ZERO3, checkpoint="sharded")),
+    "checkpointed": (2, dict(ZERO3, activation_checkpointing="full", cpu_offload=0.5)),
+    "compiled": (2, dict(ZERO3, compile=True, activation_checkpointing="selective")),
+    "units": (2, dict(ZERO3, wrap_min_params=800, loss_chunks=2)),
+    "hybrid": (4, dict(strategy="hybrid_shard", shard_group_size=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp):
+    """A run's directory, to begin on."""
+    run_training(tmp, "lora-base", max_iters=2)
+    return os.path.join(tmp, "lora-base")
+
+
+def keys_of_run(tmp, base, name, **more):
+    return {**dict(tmp=tmp, name="lora-" + name, init_from=base, **KEYS), **more}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp, base):
+    results = {}
+    for world in (2, 4):
+        cases = {name: (run_training, keys_of_run(tmp, base, name, **keys))
+                 for name, (n, keys) in MODES.items() if n == world}
+        if world == 2:
+            cases["bytes"] = case_bytes, dict(tmp=tmp)
+        results.update(on_ranks(world, cases))
+    return results
+
+
+@pytest.fixture(scope="module")
+def single(tmp, base):
+    return run_training(**keys_of_run(tmp, base, "single"))
+
+
+def columns(rows):
+    return [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
+
+
+def weights(tmp, name):
+    source = checkpoint.find(os.path.join(tmp, "lora-" + name), World())
+    return {key: source.get(key) for key in source.shapes}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_lora_every_mode_has_the_numbers_of_one_process(tmp, ranks, single, name):
+    ours, theirs = columns(values(ranks, name)[0]), columns(single)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+    a, b = weights(tmp, name), weights(tmp, "single")
+    assert a.keys() == b.keys()
+    for key in a:
+        assert (a[key] - b[key]).norm() <= 2e-5 * b[key].norm().clamp(min=1e-3), key
+
+
+def test_lora_only_the_adapters_train_and_are_saved(tmp, base, single):
+    assert single[-1]["loss"] < single[0]["loss"] - 0.02
+    state = read_ckpt(os.path.join(tmp, "lora-single"))
+    assert len(state["model"]) == 2 * 12 and state["base"] == base
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in state["model"])
+    assert len(state["optimizer"]["state"]) == 24
+    model = train.meta_model(load_config(arguments(tmp, "x", **KEYS)))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(state["model"])
+    assert all(p.is_meta for p in model.parameters())  # or no FLOPs are counted
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_lora_resumes_bit_for_bit_and_at_another_world_size(tmp, base, ranks, kind):
+    """Without a flag of LoRA: the checkpoint has them."""
+    whole = columns(values(ranks, "zero3")[0])[0]
+    name = f"part-{kind}"
+    out = os.path.join(tmp, "lora-" + name)
+    run = dict(ZERO3, checkpoint=kind, learning_rate=KEYS["learning_rate"])
+    first = keys_of_run(tmp, base, name, max_iters=2, **run)
+    second = dict(run, tmp=tmp, name="lora-" + name, init_from="resume", max_iters=4)
+    results = on_ranks(2, {"first": (run_training, first), "second": (run_training, second)})
+    values(results, "first")
+    assert columns(values(results, "second")[0])[0] == whole[:4]
+    p = launch(1, arguments(tmp, out, init_from="resume", max_iters=5,
+                            learning_rate=KEYS["learning_rate"]))
+    assert "at step 4" in p.stdout
+    assert losses(out) == pytest.approx(whole, rel=1e-6)
+
+
+def test_lora_samples_and_begins_on_other_adapters(tmp, single):
+    """sample.py takes no flag of LoRA, and a run may begin on what another has trained."""
+    out = os.path.join(tmp, "lora-single")
+    p = script("sample.py", f"--out_dir={out}", "--start=ids:1", "--num_samples=1",
+               "--max_new_tokens=5", "--device=cpu", "--dtype=float32")
+    assert p.returncode == 0, p.stderr
+    rows = run_training(tmp, "lora-again", init_from=out, max_iters=1)
+    assert rows[0]["loss"] < single[0]["loss"] - 0.02  # the same batch
+    assert read_ckpt(os.path.join(tmp, "lora-again"))["base"] == os.path.join(tmp, "lora-base")
+
+
+def test_lora_begins_on_a_sharded_base_with_its_loss(tmp):
+    """B is zero, so the first loss is the base's own."""
+    base = dict(max_iters=1, checkpoint="sharded")
+    run_training(tmp, "lora-sharded-base", **base)
+    run = dict(init_from=os.path.join(tmp, "lora-sharded-base"), max_iters=1)
+    begun, whole = (run_training(tmp, f"lora-begun-{len(keys)}", **run, **keys)
+                    for keys in (KEYS, {}))
+    assert columns(begun)[0] == pytest.approx(columns(whole)[0], rel=1e-6)
+
+
+def test_lora_initial_values_are_a_linear_layers_and_zero():
+    """A's bound is 1 / sqrt(its inputs), as nn.Linear's, and not its rank's."""
+    torch.manual_seed(1)
+    for shape in ((4, 400), (400, 4)):
+        value = lora.initial_value(None, "x.lora_A", shape, 1)
+        of_torch = torch.nn.Linear(shape[1], shape[0]).weight
+        assert value.abs().max().item() == pytest.approx(of_torch.abs().max().item(), rel=0.01)
+        assert not lora.initial_value(None, "x.lora_B", shape, 1).any()
+        assert not torch.equal(lora.initial_value(None, "y.lora_A", shape, 1), value)
+
+
+def test_lora_base_is_found_from_another_directory(tmp, base, monkeypatch):
+    monkeypatch.chdir(tmp)
+    cfg = load_config(arguments(tmp, "x", init_from="lora-base", **KEYS))
+    _, source, _ = started(resolve(cfg, World()), World())
+    assert source.header["base"] == base
+
+
+def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, capsys):
+    """The adapters were trained beside other weights. The header knows which."""
+    own, out = shutil.copytree(base, tmp_path / "base"), str(tmp_path / "out")
+    run_training(tmp, out, init_from=own, max_iters=1, **KEYS)
+    capsys.readouterr()
+
+    def starts():
+        cfg = load_config(arguments(tmp, out, init_from="resume"))
+        started(resolve(cfg, World()), World())
+        return capsys.readouterr().err
+
+    assert starts() == ""
+    ckpt = read_ckpt(own)
+    run = ckpt["run"]
+    for change, now in ((dict(iter_num=3), f"step 3 of run {run}"),
+                        (dict(run="another"), "step 2 of run another")):
+        torch.save({**ckpt, **change}, own / "ckpt.pt")
+        line = starts()
+        assert line.count("\n") == 1 and f"base={own} " in line
+        assert f"step 2 of run {run}" in line and now in line
+    # what such a run saves still knows the base of its adapters
+    run_training(tmp, out, init_from="resume", max_iters=2, learning_rate=KEYS["learning_rate"])
+    assert f"step 2 of run {run}" in starts()
+    p = script("extras/huggingface.py", out, tmp_path / "merged")
+    assert p.returncode == 0 and p.stderr.count("now at step 2 of run another") == 1, p.stderr
+    own.rename(tmp_path / "moved")
+    line = refused(starts)
+    assert f"{out}/ckpt.pt: base={own}: " in line and "init_from" not in line
+
+
+def case_bytes(tmp):
+    """What a step sends, and in which types parameters are kept."""
+    run = built(tmp, dtype="bfloat16", frozen_dtype="bfloat16", gradient_accumulation_steps=2,
+                **ZERO3, **KEYS)
+    steps(run)
+    with heard() as calls:
+        steps(run, first=1)
+    params = dict(run.model.named_parameters())
+    assert all(isinstance(p, DTensor) for p in params.values())
+    of_blocks = {name: p for name, p in params.items() if ".h." in name}
+    padded = {name: -(-len(p) // 2) * 2 * p[0].numel() for name, p in params.items()}
+    return dict(
+        dtypes=sorted({(name.split(".")[-1], str(p.dtype)) for name, p in params.items()}),
+        gathers=[call for call in calls if call[0] == "all_gather"],
+        reduced=sum(size for kind, _, _, size in calls if kind == "reduce_scatter"),
+        blocks=sum(padded[name] for name in of_blocks),
+        root=sum(padded.values()) - sum(padded[name] for name in of_blocks),
+        adapters=sum(n for name, n in padded.items() if ".lora_" in name))
+
+
+def test_lora_gathers_in_bf16_and_reduces_adapters_only(ranks):
+    for got in values(ranks, "bytes"):
+        assert {tuple(pair) for pair in got["dtypes"]} == {
+            ("weight", "torch.bfloat16"), ("bias", "torch.bfloat16"),
+            ("lora_A", "torch.float32"), ("lora_B", "torch.float32")}
+        assert {dtype for _, _, dtype, _ in got["gathers"]} == {"torch.bfloat16"}
+        assert sum(size for *_, size in got["gathers"]) == 2 * (2 * got["blocks"] + got["root"])
+        assert got["reduced"] == 4 * got["adapters"]
+
+
+@torch.no_grad()
+def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
+    world = setup("cpu", "auto")
+    cfg = load_config(arguments(tmp, os.path.join(tmp, "lora-single"), init_from="resume"))
+    cfg, source, _ = started(resolve(cfg, world), world)
+    idx = torch.arange(16)[None]
+    adapted = train.build(train.meta_model(cfg), cfg, world, source)[0].eval()(idx, idx)[0]
+    merged, gpt = huggingface.merged(source), plain_gpt()
+    before = gpt(idx, idx)[0]
+    for name, p in gpt.named_parameters():
+        p.copy_(merged.get(f"model.{name}"))
+    after = gpt(idx, idx)[0]
+    assert (after - adapted).abs().max() < 1e-5 < (after - before).abs().max()
+
+
+def test_lora_merged_weights_keep_what_bf16_would_round_away():
+    """Of a base in bf16, whose next number after 1 is 1.0078."""
+    shapes = {"model.x.weight": (2, 3)}
+    base = checkpoint.Source(
+        "base", {}, shapes, lambda key: torch.ones(2, 3, dtype=torch.bfloat16))
+    adapters = {"model.x.lora_A": torch.ones(1, 3), "model.x.lora_B": torch.full((2, 1), 0.001)}
+    header = dict(model_args=dict(lora_alpha=2.0, lora_rank=1))
+    source = checkpoint.Source("adapters", header, adapters, adapters.__getitem__, base=base)
+    merged = huggingface.merged(source)
+    assert torch.equal(merged.get("model.x.weight"), torch.full((2, 3), 1.002))
+    assert merged.header == header  # the data, and so the tokenizer, are the adapters' run's
+
+
+def test_lora_mistakes_are_one_line(tmp, base):
+    def said(*argv, **more):
+        argv = [*arguments(tmp, os.path.join(tmp, "lora-none"), lora_rank=4, **more), *argv]
+        world = setup("cpu", "auto")
+
+        def begin():
+            cfg, _, _ = started(resolve(load_config(argv), world), world)
+            train.meta_model(cfg)
+
+        return refused(begin)
+
+    assert "--init_from" in said()
+    assert "matches none of the blocks' 12 linear layers" in said(
+        "--lora_targets=lm_head", init_from=base)
+    assert "not a regular expression" in said("--lora_targets=(", init_from=base)
+    assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", init_from=base)
+    assert "--dtype=bfloat16" in said("--dtype=float8", init_from=base)
+    assert "pass --adapter=, or" in said(out_dir=base, init_from="resume")
+    assert "lora_rank=0 must be at least 1" in said("--lora_rank=0", init_from=base)
+
+
+def test_lora_is_asked_for_by_a_key_of_its_own_or_by_its_name(tmp_path):
+    path = tmp_path / "lora.py"
+    path.write_text("lora_rank = 8\nmodel = 'llama'\n")
+    for argv in (["--lora_rank=8"], ["--adapter=lora", "--lora_rank=8"], [str(path)]):
+        cfg = load_config([*argv, "--lora_alpha=2"])
+        assert (cfg.adapter, cfg.lora_rank, cfg.lora_alpha) == ("lora", 8, 2.0)
+    assert load_config(["--adapter=lora"]).lora_rank == 16
+    without = load_config([str(path), "--adapter="])
+    assert (without.adapter, without.model) == ("", "llama") and not hasattr(without, "lora_rank")
+    assert "lora_rnk" in refused(load_config, ["--adapter=lora", "--lora_rnk=8"])
+    assert "no key loro_rank" in refused(load_config, ["--loro_rank=8"])
+    assert "metrics.py lacks adapt" in refused(load_config, ["--adapter=metrics"])
+    text = script("train.py", "--adapter=lora", "--help").stdout
+    assert "\n  --lora_rank=16\n" in text and "--lora_targets" in text
+
+
+# ---------- peft ---------------------------------------------------------------
+
+
+def peft_run(tmp_path, kind):
+    """(cfg, our model and optimizer, peft's with the same values) on a base of transformers."""
+    peft = pytest.importorskip("peft")
+    from test_huggingface import make_hf
+    hf = tmp_path / "hf"
+    theirs = make_hf(hf, kind)
+    names = {"smollm2": ["q_proj", "down_proj"], "llama3": ["v_proj", "up_proj"],
+             "gpt2": ["c_attn", "mlp.c_proj"]}[kind]
+    world = setup("cpu", "auto")
+    argv = [f"--init_from={hf}", "--device=cpu", "--compile=False", "--dtype=float32",
+            "--lora_rank=4", "--lora_alpha=12", f"--lora_targets=({'|'.join(names)})$"]
+    cfg, source, _ = started(resolve(load_config(argv), world), world)
+    ours, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM",
+                             fan_in_fan_out=kind == "gpt2")
+    theirs = peft.get_peft_model(theirs, config)
+    config.base_model_name_or_path = str(hf)  # as from_pretrained would have it
+    for name, p in theirs.named_parameters():
+        if p.requires_grad:
+            name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            p.data.copy_(ours.get_parameter(name))
+    return cfg, ours, optimizer, theirs
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "gpt2"])
+def test_lora_ten_steps_are_pefts(tmp_path, kind):
+    """Losses, logits and gradients; then out in peft's layout and merged, and in again."""
+    transformers = pytest.importorskip("transformers")
+    cfg, ours, optimizer, theirs = peft_run(tmp_path, kind)
+    own = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=3e-2,
+                            betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
+    theirs.eval()  # GPT-2's has dropout
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-2
+    for step in range(10):
+        idx = torch.randint(91, (2, 33), generator=torch.Generator().manual_seed(step))
+        logits, loss = ours(idx[:, :-1], idx[:, 1:])
+        out = theirs(idx[:, :-1])
+        expected = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), idx[:, 1:].flatten())
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert (logits - out.logits).abs().max() < 1e-5 * out.logits.abs().max()
+        loss.backward()
+        expected.backward()
+        for name, p in theirs.named_parameters():
+            if p.requires_grad:
+                name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+                grad = ours.get_parameter(name).grad
+                assert (grad - p.grad).norm() <= 1e-5 * p.grad.norm().clamp(min=1e-3), name
+        for each in (optimizer, own):
+            each.step()
+            each.zero_grad()
+    with theirs.disable_adapter():
+        difference = (theirs(idx[:, :-1]).logits - out.logits).abs().max()
+    assert difference > 0.1  # the adapters count
+
+    # Out: a checkpoint of ours in peft's layout, and merged.
+    peft = pytest.importorskip("peft")
+    source = source_of_adapters(cfg, ours, str(tmp_path / "hf"))
+    huggingface.export_adapter(source, str(tmp_path / "adapter"))
+    huggingface.export(source, str(tmp_path / "merged"))
+    auto = transformers.AutoModelForCausalLM
+    with torch.no_grad():
+        expected = ours.eval()(idx, idx)[0]
+        back = peft.PeftModel.from_pretrained(
+            auto.from_pretrained(tmp_path / "hf"), tmp_path / "adapter").eval()
+        assert (back(idx).logits - expected).abs().max() < 1e-4
+        merged = auto.from_pretrained(tmp_path / "merged").eval()
+        assert (merged(idx).logits - expected).abs().max() < 1e-4
+        # In: what peft itself has saved.
+        theirs.save_pretrained(str(tmp_path / "theirs"))
+        world = setup("cpu", "auto")
+        argv = [f"--init_from={tmp_path}/theirs", "--device=cpu", "--compile=False",
+                "--dtype=float32"]
+        cfg, source, _ = started(resolve(load_config(argv), world), world)
+        again = train.build(train.meta_model(cfg), cfg, world, source)[0].eval()
+        assert (again(idx, idx)[0] - expected).abs().max() < 1e-4
+
+
+def source_of_adapters(cfg, model, hf):
+    """A checkpoint of this run, as it would be in a file."""
+    flat = checkpoint.flat_state(model)
+    base = huggingface.open_pretrained(hf)
+    header = dict(base.header, base=hf, model_args=model_args(cfg))
+    shapes = {key: tuple(t.shape) for key, t in flat.items()}
+    return checkpoint.Source("memory", header, shapes, flat.__getitem__, base=base)
+
+
+def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
+    """A run on a run's directory: merged, and in peft's layout."""
+    pytest.importorskip("safetensors")
+    out = os.path.join(tmp, "lora-single")
+    for name, flags in (("merged", []), ("adapter", ["--adapter"])):
+        p = script("extras/huggingface.py", out, tmp_path / name, *flags)
+        assert p.returncode == 0, p.stderr
+    gpt = huggingface.open_pretrained(str(tmp_path / "merged"))
+    source = train.open_source(load_config([f"--init_from={out}"]), World())
+    whole = huggingface.merged(source)
+    assert gpt.shapes.keys() == whole.shapes.keys() - {"model.lm_head.weight"}
+    for key in gpt.shapes:
+        assert torch.equal(gpt.get(key), whole.get(key)), key
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == os.path.join(tmp, "lora-base")
+    assert len(config["target_modules"]) == 12 and config["r"] == 4
+    assert "leave out --adapter" in refused(
+        huggingface.main, [os.path.join(tmp, "lora-base"), str(tmp_path / "x"), "--adapter"])
+
+
+def test_lora_peft_adapters_that_we_do_not_compute_are_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+    said = refused(huggingface.open_pretrained, str(tmp_path))
+    assert "use_dora=True" in said and str(tmp_path) in said

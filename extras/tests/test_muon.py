@@ -1,0 +1,293 @@
+"""
+Muon: the update of whole matrices, though a rank keeps only some rows of each.
+
+    python -m pytest -q tests/test_muon.py
+
+The reference is harness.py's loop in plain PyTorch with Muon as written here; the update rule is
+also torch.optim.Muon's.
+"""
+
+import functools
+import math
+import os
+from collections import Counter
+from unittest.mock import patch
+
+import formulas
+import numpy as np
+import pytest
+import torch
+from harness import (
+    DEVICES,
+    arguments,
+    assert_same_weights,
+    built,
+    heard,
+    launch,
+    losses,
+    on_ranks,
+    plain_training,
+    read_ckpt,
+    refused,
+    run_compiled,
+    run_training,
+    tiny,
+    two_each,
+    values,
+)
+from test_cuda import case_training, trainings
+from torch.distributed.tensor.debug import CommDebugMode
+
+from extras import muon
+from optimizer import allocate_state
+
+MUON = dict(optimizer="muon", momentum=0.9, weight_decay=0.3)
+ZERO3 = dict(strategy="full_shard")
+HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
+FREEZE = r"wte|h\.0\.(ln_1|mlp)|h\.1\.attn"
+
+# -----------------------------------------------------------------------------
+# parity
+
+
+def is_muons(name, p):
+    return ".h." in name and p.dim() == 2
+
+
+def plain_muon(p, momentum, rate, decay=0.3, beta=0.9):
+    """One update as Jordan et al. and Liu et al. write it, of a whole matrix."""
+    momentum.mul_(beta).add_(p.grad, alpha=1 - beta)
+    X = (1 - beta) * p.grad + beta * momentum
+    X = X / X.norm()
+    for _ in range(5):
+        A = X.T @ X
+        X = 3.4445 * X - 4.7750 * X @ A + 2.0315 * X @ A @ A
+    p.data = p.data - rate * decay * p.data - rate * 0.2 * math.sqrt(max(p.shape)) * X
+
+
+class PlainMuon(torch.optim.AdamW):
+    """Of the blocks' matrices. PyTorch's AdamW has vectors and embeddings, of 67 and 16 rows."""
+
+    def __init__(self, groups, **options):
+        super().__init__(groups, **options)
+        self.momenta = {p: torch.zeros_like(p) for p in groups[0]["params"]
+                        if len(p) not in (67, 16)}
+
+    def step(self):
+        for p, momentum in self.momenta.items():
+            plain_muon(p, momentum, self.param_groups[0]["lr"])
+            p.grad = None  # so that AdamW leaves it alone
+        super().step()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp):
+    """plain(key=value, ...) -> what harness.py's plain loop returns, with PlainMuon."""
+    def train_plain(**keys):
+        with patch.object(torch.optim, "AdamW", PlainMuon):
+            return plain_training(tiny(tmp, weight_decay=0.3, **keys))
+    return functools.cache(train_plain)
+
+
+RUNS = {  # name: (ranks, keys); no size divides 67 or 30, and 5 rows on 4 ranks leave one without
+    "single": (0, dict(strategy="single")),
+    "ddp-3": (3, dict(strategy="ddp")),
+    "full_shard-3": (3, ZERO3),
+    "hybrid_shard-6": (6, HYBRID),  # three groups of two: neither axis can stand for the other
+    "offload-2": (2, dict(strategy="shard_grad_op", cpu_offload=0.5, wrap_min_params=2000)),
+    "compile-2": (2, dict(**ZERO3, compile=True, activation_checkpointing="full")),
+    "freeze-3": (3, dict(**ZERO3, freeze=FREEZE)),
+    "empty-4": (4, dict(**ZERO3, n_embd=5, n_head=1)),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp):
+    """ranks(world) -> the results of all cases at that world size, run once."""
+    @functools.cache
+    def get(world):
+        cases = {}
+        for name, (size, keys) in RUNS.items():
+            if size == world:
+                run = run_compiled if "compile" in keys else run_training
+                keys = {**MUON, **two_each(world), **keys}
+                cases[name] = run, dict(keys, tmp=tmp, name="muon-" + name)
+        for name, (size, keys) in MECHANISMS.items():
+            if size == world:
+                cases["mech-" + name] = case_mechanisms, dict(tmp=tmp, **keys)
+        return on_ranks(world, cases)
+    return get
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_muon_parity_of_strategies(tmp, plain, ranks, name):
+    world, keys = RUNS[name]
+    if world:
+        rows = values(ranks(world), name)[0]
+    else:
+        rows = run_training(tmp, "muon-" + name, **MUON, **keys)
+    losses, _, weights, _ = plain(
+        **{k: keys[k] for k in ("freeze", "n_embd", "n_head") if k in keys})
+    assert [r["loss"] for r in rows] == pytest.approx(losses, rel=1e-6)
+    assert_same_weights(read_ckpt(f"{tmp}/muon-{name}")["model"], weights, 1e-5)
+
+
+def gradients(*models):
+    """The same random gradients for each model's parameters."""
+    generator = torch.Generator().manual_seed(0)
+    for params in zip(*(model.parameters() for model in models)):
+        grad = torch.randn(params[0].shape, generator=generator)
+        for p in params:
+            p.grad = grad.clone()
+
+
+def test_muon_update_rule_is_pytorchs_in_bf16(tmp):
+    """Bit for bit, of tall, wide and square matrices; PyTorch's always orthogonalizes in bf16."""
+    ours, theirs = (built(tmp, strategy="single", dtype="bfloat16", **MUON) for _ in range(2))
+    matrices = {name: p for name, p in theirs.model.named_parameters() if is_muons(name, p)}
+    reference = torch.optim.Muon(matrices.values(), lr=1e-3, weight_decay=0.3, momentum=0.9,
+                                 adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        gradients(ours.model, theirs.model)
+        ours.optimizer.step()
+        reference.step()
+    weights = dict(ours.model.named_parameters())
+    assert [name for name, p in matrices.items() if not torch.equal(weights[name], p)] == []
+    assert len(matrices) == 12
+
+
+def test_muon_takes_what_the_model_says_and_a_stack_is_matrices(tmp):
+    """The mixture of experts: not the router; each expert as a matrix of its own. Else 2-D ones."""
+    run = built(tmp, model="moe", strategy="single", **MUON)
+    names = {p: name for name, p in run.model.named_parameters()}
+    ours = [names[p] for p in run.optimizer.param_groups[0]["params"]]
+    expected = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc", "mlp.c_proj")
+    assert sorted(ours) == [f"transformer.h.{i}.{name}" for i in range(3) for name in expected]
+    gradients(run.model)
+    stack = run.model.blocks[1].mlp.c_fc
+    whole = stack.detach().clone()
+    run.optimizer.step()
+    for before, after, grad in zip(whole, stack, stack.grad):
+        expert = torch.nn.Parameter(before)
+        expert.grad = grad
+        plain_muon(expert, torch.zeros_like(grad), 1e-3)
+        assert torch.allclose(after, expert, atol=1e-7)
+    groups = built(tmp, strategy="single", freeze=FREEZE, **MUON).optimizer.param_groups
+    assert all(p.requires_grad for group in groups for p in group["params"])
+
+
+def test_muon_without_a_matrix_is_refused(tmp):
+    line = refused(built, tmp, strategy="single", freeze=r"h\.", **MUON)
+    assert "--optimizer=adamw" in line and "freeze" in line
+
+
+def test_muon_state_can_be_allocated_and_a_zero_gradient_moves_nothing(tmp):
+    run = built(tmp, strategy="single", **MUON)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    allocate_state(run.optimizer)
+    assert all(map(torch.equal, before, run.model.parameters()))
+
+
+def test_muon_divides_the_work_by_cost():
+    shapes = [(30, 30), (120, 30), (90, 30), (30, 120)] * 5
+    cost = {(30, 30): 3, (90, 30): 7, (120, 30): 9, (30, 120): 9}  # in 30^3 products
+    matrices = [torch.empty(shape) for shape in shapes]
+    for world in (1, 2, 3, 4, 7, 64):
+        shares = muon.divide(matrices, world)
+        assert sorted(map(id, sum(shares, []))) == sorted(map(id, matrices))
+        load = [sum(cost[tuple(m.shape)] for m in share) for share in shares]
+        assert max(load) <= max(9, sum(load) / world + 9 / 2)
+    shares = muon.divide([torch.empty(8, 30, 60), *[torch.empty(30, 60)] * 8], 2)
+    assert sorted(map(len, shares)) == [1, 8]  # a stack costs what its matrices do
+
+
+# -----------------------------------------------------------------------------
+# mechanisms: who orthogonalizes what, and what is sent and kept
+
+MECHANISMS = {
+    "ddp": (3, dict(strategy="ddp")), "full_shard": (3, ZERO3), "hybrid_shard": (6, HYBRID),
+    "bf16": (2, dict(**ZERO3, dtype="bfloat16", cpu_offload=1.0)),
+    "fp16": (2, dict(**ZERO3, dtype="float16")),
+}
+
+
+def case_mechanisms(tmp, **keys):
+    with heard() as connected:
+        run = built(tmp, **MUON, **keys)
+    run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
+    shapes, moved, kept = [], Counter(), 0
+    orthogonalize = muon.orthogonalize
+
+    def watch(m):
+        shapes.append([*m.shape, str(m.dtype)])
+        return orthogonalize(m)
+
+    with (heard() as sent, CommDebugMode() as comm,
+          patch.object(muon, "orthogonalize", watch)):
+        run.optimizer.step()
+    for kind, group, _, size in sent:
+        moved[kind, group] += size
+    state = {name: run.optimizer.state[p] for name, p in run.model.named_parameters()}
+    for tensors in state.values():
+        kept += sum(muon.rows_of(t).numel() * 4 for t in tensors.values() if t.dim())
+    formula = formulas.traffic(run.model, run.cfg, run.world)
+    at_rest = formulas.kept(run.model, run.cfg, run.world)
+    return dict(
+        connected=[group for kind, group, *_ in connected if kind == "all_to_all"],
+        collectives={str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()},
+        shapes=shapes,
+        kinds={name: sorted(tensors) for name, tensors in state.items()},
+        as_formula=[moved == {key: n for key, n in formula.items() if key[0] == "all_to_all"},
+                    kept == sum(memory["optimizer"] for memory in at_rest)])
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_muon_mechanisms(ranks, name):
+    """12 matrices, each whole and on one rank only; what is sent and kept is the formula."""
+    world, keys = MECHANISMS[name]
+    per_rank = values(ranks(world), "mech-" + name)
+    dtype = str(torch.bfloat16 if name == "bf16" else torch.float32)
+    whole = {(90, 30): 3, (30, 30): 3, (120, 30): 3, (30, 120): 3}
+    seen = Counter((*shape[:2], shape[2]) for r in per_rank for shape in r["shapes"])
+    assert seen == {(*shape, dtype): n for shape, n in whole.items()}
+    for r in per_rank:
+        assert r["collectives"] == {"alltoall_base_": 1 if name == "ddp" else 2}
+        # before the step, while there is room for what NCCL takes; the same groups as in it
+        assert r["connected"] == {"ddp": [3], "hybrid_shard": [2, 6]}.get(name, [world, world])
+        assert 12 // world - 1 <= len(r["shapes"]) <= 12 // world + 1
+        assert r["as_formula"] == [True, True]
+        for key, kinds in r["kinds"].items():
+            muons = ".h." in key and key.endswith("weight") and ".ln_" not in key
+            assert kinds == (["momentum_buffer"] if muons else ["exp_avg", "exp_avg_sq", "step"])
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+
+CHAIN = [  # ranks, strategy, kind of checkpoint
+    (2, "full_shard", "full"), (3, "full_shard", "sharded"), (2, "ddp", "sharded"), (1, "", "full")]
+
+
+def test_muon_checkpoints_at_other_world_sizes_and_strategies(tmp):
+    whole, chain = os.path.join(tmp, "muon-whole"), os.path.join(tmp, "muon-chain")
+    run_training(tmp, "muon-whole", max_iters=8, **MUON)
+    for i, (world, strategy, kind) in enumerate(CHAIN):
+        run = dict(strategy=strategy, checkpoint=kind, init_from="auto", max_iters=2 * (i + 1))
+        launch(world, arguments(tmp, chain, **run, **MUON))
+    assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
+
+
+# -----------------------------------------------------------------------------
+# on a GPU
+
+
+@pytest.mark.parametrize("device", DEVICES[1])
+def test_cuda_trains_with_muon_as_a_cpu_does(tmp, device):
+    """5 steps in fp32: the losses and the gradients' norms."""
+    run = dict(optimizer="muon")
+    expected = case_training(tmp, "muon on a cpu", strategy="single", device="cpu", **run)
+    results = on_ranks(1, trainings(tmp, device, {"muon": dict(ZERO3, **run)}))
+    [rows] = values(results, "muon")
+    assert np.array(rows) == pytest.approx(np.array(expected), rel=2e-5)

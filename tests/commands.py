@@ -1,0 +1,249 @@
+"""
+What tests of the pages' commands share: a command is taken from its page, typed in a clone by a
+shell, and its output compared with the page's. tests/test_commands.py says how.
+
+    ROWS = {"README.md": [("python train.py", trains()), ("pip install", INSTALL)]}
+    in_the_table(ROWS, pages())     # every command of every page is in its row
+    run_page(clone, "README.md", ROWS["README.md"])
+
+README's section In extras/ is a page of its own here, EXTRAS: a fork may have deleted what it is
+about.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+import pytest
+import torch
+from harness import HERE, Ranks, cannot_simulate, copied, flags, losses
+
+import train
+from configurator import load_config
+from data import loader
+
+PROGRAMS = ("python", "python3", "torchrun", "pip", "git", "mkdir", "srun", "sbatch", "lm_eval",
+            "export", "for", "cp", "rm", "cd", ".", "vllm", "hf")
+
+
+# ---------- what the pages say ------------------------------------------------
+
+SECTION = r"^## In extras/\n.*?(?=^## |\Z)"
+EXTRAS = "README.md, In extras/"
+
+
+def read(path):
+    """A file's text. README.md is without its section about extras/, and EXTRAS is that one."""
+    file = "README.md" if path == EXTRAS else path
+    with open(os.path.join(HERE, file), encoding="utf-8") as f:
+        text = f.read()
+    if path == EXTRAS:
+        return "".join(re.findall(SECTION, text, re.M | re.S))
+    if path == "README.md":
+        return re.sub(SECTION, "", text, flags=re.M | re.S)
+    return text
+
+
+def pages(of_extras=False):
+    """The paths of the core's pages; or of those about extras/."""
+    if not of_extras:
+        return ["README.md", *sorted(glob("docs/*.md", root_dir=HERE))]
+    return [EXTRAS, *sorted(glob("extras/**/*.md", root_dir=HERE, recursive=True))]
+
+
+def commands_of(text):
+    """The commands of a block, each in one line; [] if it is something else, such as output."""
+    commands, unfinished = [], ""
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        unfinished += line
+        try:
+            words = shlex.split(unfinished, comments=True)
+        except ValueError:  # a quotation goes on in the next line
+            unfinished += "\n"
+            continue
+        unfinished, line = "", unfinished
+        program = next((word for word in words if "=" not in word), "")
+        if program in PROGRAMS or (words and "=$(" in words[0]):
+            line = re.sub(r"\s+# .*", "", line)  # flags come at the end
+            commands += [part.strip() for part in line.split("&&")]
+    return commands
+
+
+def shown(page):
+    """[(command, the output that the page shows under it)]. Of several commands in a block the
+    last one that trains, or else the last one, has printed it."""
+    found = []
+    for kind, text in re.findall(r"^```(\w*)\n(.*?)^```", read(page), re.M | re.S):
+        commands = commands_of(text) if kind in ("sh", "text") else []
+        if commands:
+            before = len(found)
+            found += [[command, ""] for command in commands]
+            prints = [pair for pair in found[before:] if "train.py" in pair[0]] or found[-1:]
+            expected = prints[-1]
+        elif kind == "text" and found and not expected[1]:
+            expected[1] = text
+    return found
+
+
+# ---------- how each is run ---------------------------------------------------
+
+
+@dataclass
+class Run:
+    """Run it, with `more` flags at its end. exact: with versions of PyTorch that begin so it must
+    print the page's numbers too, else the page's words. shows: of the page's output only lines
+    that begin so. On several ranks it must have the losses of the same command in one process
+    with the flags `like`. ranks: then run it on that many too."""
+    more: list = ()
+    exact: str = "no"
+    shows: str = ""
+    like: dict = None
+    tolerance: float = 1e-5
+    ranks: int = 0
+
+
+@dataclass
+class Not:
+    """Why it is not run here; or in which test it is run."""
+    why: str
+
+
+INSTALL = Not("the environment: .ci/run does it, from README.md")
+NETWORK = Not("it loads from the hub")
+NANOGPT = Not("nanoGPT's own, which is not here")
+SCRIPT = Not("of scripts below it, which need accelerate or nanoGPT; test_readme.py has bare.py")
+SIZE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, compile=False)
+SMALL = dict(SIZE, dtype="float32", device="cpu", eval_iters=1)
+ONE = dict(strategy="single", shard_group_size=0, cpu_offload=0.0, prefetch_blocks=0,
+           wrap_min_params=0, grad_sync="auto", reduce_dtype="float32", checkpoint="full")
+
+
+def trains(max_iters=3, ranks=0, tolerance=1e-5, shows="", **keys):
+    more = {**SMALL, "max_iters": max_iters, "eval_interval": max_iters, "log_interval": 1, **keys}
+    like = {**ONE, "init_from": "scratch", **more}
+    return Run(flags(**more), like=like, ranks=ranks, tolerance=tolerance, shows=shows)
+
+
+SAMPLE = Run(["--max_new_tokens=5", "--num_samples=1", "--device=cpu"])
+
+
+# ---------- the table ---------------------------------------------------------
+
+
+def in_the_table(rows_of, pages):
+    """A command that is in no row, and a row whose command is gone, are named."""
+    assert list(rows_of) == [page for page in pages if shown(page)]
+    for page, rows in rows_of.items():
+        commands = [command for command, _ in shown(page)]
+        for command, (start, _) in zip([*commands, "nothing"], rows):
+            assert command.startswith(start), f"{page}: {command}\nis not in its row: {start}"
+        assert commands[len(rows):] == [], f"{page}: in no row"
+
+
+def run_elsewhere(rows_of):
+    """The tests that rows name are there."""
+    files = {os.path.basename(path): path
+             for path in glob("**/test_*.py", root_dir=HERE, recursive=True)}
+    for page, rows in rows_of.items():
+        for _, row in rows:
+            for name in re.findall(r"\btest_\w+(?:\.py)?", getattr(row, "why", "")):
+                if name.endswith(".py"):
+                    assert name in files, (page, name)
+                else:
+                    assert f"def {name}(" in read("tests/test_faults.py"), (page, name)
+
+
+# ---------- the clone ---------------------------------------------------------
+
+
+def make_clone(path):
+    """A clone of the repository, and the files that its pages speak of."""
+    here = copied(path / "a clone")
+    (here / "notes").mkdir()
+    for i in range(2):
+        (here / "notes" / f"{i}.txt").write_text(read("model.py"))
+    typed(here, "python data/python_stdlib/prepare.py")
+    return here
+
+
+def typed(here, line, cwd=None):
+    """What a shell prints to it, in the clone."""
+    kinder = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RANK", "WORLD_SIZE")
+    env = {key: value for key, value in os.environ.items() if key not in kinder}
+    env["PATH"] = os.path.dirname(sys.executable) + ":" + env["PATH"]
+    p = subprocess.Popen(
+        ["bash", "-c", line], cwd=cwd or here, env=env, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        out, err = p.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, 9)
+        out, err = p.communicate()
+        pytest.fail(f"{line}\nhung\n{out}\n{err}")
+    assert p.returncode == 0, f"{line}\n{out}\n{err}"
+    return out
+
+
+# ---------- what it must print ------------------------------------------------
+
+
+def words_of(line, exact):
+    words = line.split()
+    return words if exact else [re.sub(r"[\d,.]*\d", "N", word) for word in words]
+
+
+def prints(out, expected, exact=True, begins=""):
+    """Each line of the page is there, in order, maybe with columns that the page leaves out."""
+    left = iter(out.splitlines())
+    for line in expected.splitlines():
+        words = words_of(line, exact)
+        if not words or line == "..." or not line.startswith(begins):
+            continue
+        for printed in left:
+            told = iter(words_of(printed, exact))
+            if all(word in told for word in words):
+                break
+        else:
+            pytest.fail(f"the page shows: {line}\nbut it prints:\n{out}")
+
+
+def run_page(clone, page, rows):
+    """The page's commands as they stand there, in its order."""
+    for (command, expected), (_, row) in zip(shown(page), rows):
+        if isinstance(row, Not) or "SIM_GPUS" in command and cannot_simulate():
+            continue
+        line = " ".join([command, *map(shlex.quote, row.more)])
+        out = typed(clone, line)
+        if not torch.cuda.is_available():  # the pages show a CPU's
+            prints(out, expected, torch.__version__.startswith(row.exact), row.shows)
+        if row.like and "torchrun" in command:
+            same_losses(clone, line, row)
+        elif row.ranks:
+            launcher = f"torchrun --standalone --nproc_per_node={row.ranks} train.py"
+            on_ranks = line.replace("python train.py", launcher)
+            typed(clone, f"{on_ranks} --strategy=full_shard --out_dir=out-ranks")
+            same_losses(clone, f"{on_ranks} --out_dir=out-ranks", row)
+
+
+def same_losses(here, line, row):
+    """The command has left the losses of one process."""
+    argv = shlex.split(line.partition("train.py ")[2])
+    out_dir = load_config([os.path.join(HERE, arg) if arg.endswith(".py") else arg
+                           for arg in argv]).out_dir
+    p = Ranks(1, train_in, str(here), [*argv, *flags(**row.like, out_dir="out-one")]).finish()
+    assert p.returncode == 0, p.stdout + p.stderr
+    got, expected = losses(here / out_dir), losses(here / "out-one")
+    assert len(got) == len(expected) > 1, line
+    assert got == pytest.approx(expected, abs=row.tolerance), line
+
+
+def train_in(here, argv):
+    """train.py, of the clone, in a rank that has imported everything."""
+    os.chdir(here)
+    loader.HERE = Path(here, "data")
+    train.main(argv)
