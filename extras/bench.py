@@ -1,5 +1,5 @@
 r"""
-How fast, how large, and where the time goes: train.py's model, optimizer, batches and step.
+Measure time, memory and the slowest operations of train.py's model, optimizer and step.
 
     python -m extras.bench config/quickstart.py --steps=3 --profile  # the slowest operations
     python -m extras.bench config/quickstart.py \
@@ -9,7 +9,7 @@ How fast, how large, and where the time goes: train.py's model, optimizer, batch
 
 Any file and --key=value of train.py applies. Variants take turns, step by step: machines are
 noisy, so compare the ratios of one run. Each is compiled for its own sizes, as in training.
-Memory is the process's: for that of one variant, run it alone.
+Memory is the whole process's: to see one variant's, run it alone.
 """
 
 import os
@@ -62,7 +62,7 @@ def main(argv):
 
 
 def parse(argv):
-    """(the flags of bench, the arguments that are left: those of train.py)."""
+    """(bench's own flags; the remaining arguments, which are train.py's)."""
     parser = ArgumentParser(
         description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
@@ -71,11 +71,11 @@ def parse(argv):
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
     add = parser.add_argument
     add("--steps", type=int, default=20,
-        help="measured steps of each variant (%(default)s)")
+        help="measured steps per variant (%(default)s)")
     add("--variants", default="", metavar="K=V,K=V;K=V",
         help="settings to compare")
     add("--strategies", default="", metavar="A,B",
-        help="each variant with each of these")
+        help="run each variant with each of these")
     add("--profile", nargs="?", const="profile", metavar="DIR",
         help="at the end, trace 3 steps of each variant on every rank into DIR (%(const)s), "
              "and print the slowest operations")
@@ -107,13 +107,13 @@ def training(cfg, world):
 
 
 def take_turns(runs):
-    """One step of each run; its milliseconds."""
+    """Run a step of each run; returns their milliseconds."""
     return [next(steps) for steps in runs]
 
 
 def matmul_rate(device, dtype):
-    """FLOP/s of a large matrix product: what this machine reaches in practice."""
-    # Its import logs a line where there is an nvcc and no GPU: a mistake should be one line.
+    """FLOP/s that this machine reaches in practice, in a large matrix product."""
+    # Importing it logs a line where there is an nvcc and no GPU. A user's mistake is one line.
     from torch.utils.benchmark import Timer
 
     n = 2048 if device.type == "cpu" else 8192
@@ -126,12 +126,12 @@ def matmul_rate(device, dtype):
     return 2 * n**3 / timer.blocked_autorange(min_run_time=1).median
 
 
-# ---------- what is printed ---------------------------------------------------
+# ---------- the report --------------------------------------------------------
 
 
 def report(names, configs, times, world):
-    """Print a line for each variant (all ranks). MFU and the share of the matmul rate are one
-    device's, memory is rank 0's."""
+    """Print a line for each variant (all ranks). MFU and the share of the matmul rate are
+    per device, memory is rank 0's."""
     memory = peak_memory(world.device) >> 20  # MiB
     host = peak_memory(torch.device("cpu")) >> 20
     peak = peak_flops(world.device)
@@ -151,7 +151,7 @@ def report(names, configs, times, world):
         tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
         tokens_per_s = tokens / middle * 1e3
         model = meta_model(cfg)
-        # One device's. There is no MFU if its peak is unknown, or the model cannot be counted.
+        # Per device. There is no MFU if its peak is unknown, or the model cannot be counted.
         flops = flops_per_token(model, world) * tokens_per_s / world.size
         mfu = "n/a"
         if flops and peak:

@@ -14,8 +14,8 @@ def convert(model, device_type, shard_group, tokens):
     """Replace the blocks' linear layers by torchao's, in place. Names, shapes and fp32
     weights stay. SystemExit if this device or these sizes cannot compute in float8.
 
-    shard_group: how many ranks FSDP2 will gather them from, 0 if it does not.
-    tokens: in a micro-batch.
+    shard_group: the number of ranks that FSDP2 gathers them from, 0 if it does not.
+    tokens: per micro-batch.
     """
     if device_type == "cuda":
         too_old = torch.cuda.get_device_capability() < (8, 9)
@@ -61,7 +61,7 @@ def linears(model):
 
 
 def scale_each_step(model, optimizer):
-    """Compute the scales of all weights after each step: one all-reduce, not one a gather."""
+    """Compute the scales of all weights after each step: one all-reduce, not one per gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     def rescale(*args):

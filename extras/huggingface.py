@@ -7,7 +7,7 @@ GPT-2, Llama (1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in
     python -m extras.huggingface out-lora DIR                  # LoRA's adapters are merged
     python -m extras.huggingface out-lora DIR --adapter        # or alone, in peft's layout
 
-The data set's tokenizer goes along: a tokenizer.json with its chat template, and GPT-2's or bytes
+The data set's tokenizer goes along: a tokenizer.json with its chat template; GPT-2's and bytes are
 written as one.
 """
 
@@ -30,11 +30,11 @@ from data.tokenizer import BESIDE, TOKENIZER, encoder, gpt2_bpe, local_copy, nam
 from ranks import World, first_line, run
 from train import open_source
 
-# ---------- what corresponds to what ------------------------------------------
+# ---------- their names and ours ----------------------------------------------
 
 
-# keys: {our key: theirs}. fixed: {their key: the values that mean what our model
-# computes}; values[0] is the default.
+# keys: {our key: theirs}. fixed: {their key: the values that our model computes};
+# values[0] is the default.
 GPT2 = dict(
     name="GPT2LMHeadModel",  # transformers' class
     model="gpt2",  # our --model
@@ -95,7 +95,7 @@ TRANSPOSED = (
     "mlp.c_fc.weight",
     "mlp.c_proj.weight",
 )
-# What peft's adapter_config.json may say; values[0] is the default.
+# The values that peft's adapter_config.json may have; values[0] is the default.
 PEFT = dict(
     peft_type=["LORA"],
     bias=["none"],
@@ -116,8 +116,8 @@ KEPT = ("config.json", "generation_config.json", *BESIDE)
 
 def open_pretrained(name, key="init_from"):
     """The Source of a local directory or of a model on the hub ('gpt2', 'org/model').
-    SystemExit if it is not one, or if our models do not compute what it does.
-    key: who says the name."""
+    SystemExit if it is neither, or if none of our models computes the same.
+    key: where the name comes from, for errors."""
     safe_open = package("safetensors", f"{key}={name}").safe_open
     files = ("model*.safetensors*", "adapter_*", TOKENIZER, *KEPT)
     path = Path(local_copy(key, name, *files))
@@ -175,7 +175,7 @@ def open_adapter(path, safe_open):
         theirs = json.loads((path / "adapter_config.json").read_text("utf-8"))
         for key, values in PEFT.items():
             if theirs.get(key, values[0]) not in values:
-                raise ValueError(f"{key}={theirs[key]!r}, and ours is {values[0]!r} only")
+                raise ValueError(f"{key}={theirs[key]!r}, but we compute only {values[0]!r}")
         with safe_open(file, "pt") as opened:
             for key in opened.keys():
                 name = key.removeprefix("base_model.model.").removesuffix(".weight")
@@ -183,7 +183,7 @@ def open_adapter(path, safe_open):
                 shapes[f"model.{name}"] = tuple(opened.get_slice(key).get_shape())
         base = theirs["base_model_name_or_path"]
         if not base:
-            raise ValueError("base_model_name_or_path is empty: write the base's there")
+            raise ValueError("base_model_name_or_path is empty: write the base's name there")
         lora = dict(
             adapter="lora",
             lora_rank=theirs["r"],
@@ -205,13 +205,13 @@ def open_adapter(path, safe_open):
 
 
 def layers_of(shapes):
-    """The names inside of a block of the layers that have adapters."""
+    """The names, within a block, of the layers that have adapters."""
     names = {key.rpartition(".lora_")[0] for key in shapes if ".lora_" in key}
     return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[-1] for name in names})
 
 
 def understand(theirs):
-    """(our model, its sizes) of a config.json; ValueError if we do not compute that."""
+    """(our model, its sizes) of a config.json; ValueError if none of our models computes it."""
     kind = theirs.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"model_type={kind!r} is none of {', '.join(ARCHITECTURES)}")
@@ -229,11 +229,11 @@ def understand(theirs):
         sizes.setdefault("n_kv_head", sizes["n_head"])
         sizes.setdefault("tie_embeddings", False)
         if sizes.get("head_dim") == sizes["n_embd"] // sizes["n_head"]:
-            sizes["head_dim"] = 0  # ours for that
+            sizes["head_dim"] = 0  # our key for that case
     for key, values in fixed.items():
         if theirs.get(key, values[0]) not in values:
             raise ValueError(
-                f"{key}={theirs[key]!r}, and {model} computes {values[0]!r} only")
+                f"{key}={theirs[key]!r}, but {model} computes only {values[0]!r}")
     return model, sizes
 
 
@@ -249,7 +249,7 @@ def rotary(theirs):
         return rope["rope_theta"], rope["factor"]
     if {rope["rope_type"], rope.get("type", "default")} != {"default"}:
         raise ValueError(
-            f"rotary positions {rope}, and llama computes Llama 3's scaling only")
+            f"rotary positions {rope}, but llama computes only Llama 3's scaling")
     return rope["rope_theta"], 1.0
 
 
@@ -305,7 +305,7 @@ def export_adapter(source, path):
         state, _, name = key.partition(".")
         if state == "model":
             tensors[f"base_model.model.{name}.weight"] = source.get(key)
-    # In a list peft looks for whole names, and for their ends.
+    # In a list peft looks for whole names and for their ends.
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     config = dict(
         peft_type="LORA",
@@ -347,7 +347,7 @@ def their_config(source, dtype):
     config["model_type"] = kind
     config["architectures"] = [ARCHITECTURES[kind]["name"]]
     config["dtype"] = dtype
-    # If training began with a released model, that says where text ends.
+    # If training began with a released model, its config says where text ends.
     kept = source.header.get("kept") or {}
     origin = {"bos_token_id": None, "eos_token_id": None}
     if "config.json" in kept:
@@ -387,8 +387,8 @@ def their_tensors(source, tied, dtype):
 
 
 def their_tokenizer(source):
-    """({file: content}, the token that ends a text or None) of the tokenizer of the run's
-    data. If it has none in their format, a line says so."""
+    """({file: content}, the token that ends a text or None) for the tokenizer of the run's
+    data. If that has no Hugging Face format, a line says so."""
     data = data_dir(source.header["config"].get("dataset", ""))
     vocab_size = source.header["model_args"]["vocab_size"]
     meta = {"vocab_size": vocab_size, **(source.header.get("meta") or read_meta(data))}
@@ -413,9 +413,8 @@ def their_tokenizer(source):
 
 
 def byte_level(tokens, vocab_size):
-    """The same of byte-level BPE. tokens: the bytes of each, by its id; those of several
-    bytes in the order in which they were merged. A text ends with the next id, if the model
-    has it."""
+    """The same for byte-level BPE. tokens: each token's bytes, by id; tokens of several bytes
+    in the order in which they were merged. A text ends with the next id, if the model has it."""
     # GPT-2 writes a byte as a letter: itself if that can be printed, else one from 256 on.
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -462,8 +461,8 @@ def merged_from(token, ids):
 
 
 def with_end(content, end):
-    """A file of theirs, where a text ends with this token too. A chat ends with another than
-    what the model was trained on before."""
+    """A file of theirs, with this token among those that end a text. Chats may end with another
+    token than the texts that the model was trained on before."""
     theirs = json.loads(content)
     ends = theirs.get("eos_token_id")
     if ends is None:
@@ -479,10 +478,10 @@ def with_end(content, end):
 def main(argv):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
-    parser.add_argument("out_dir", help="of a run")
-    parser.add_argument("directory", help="to write")
+    parser.add_argument("out_dir", help="the run's directory")
+    parser.add_argument("directory", help="the directory to write")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--adapter", action="store_true", help="LoRA's alone, for peft")
+    parser.add_argument("--adapter", action="store_true", help="write LoRA's alone, for peft")
     args = parser.parse_args(argv)
     source = open_source(Config(init_from="resume", out_dir=args.out_dir), World())
     if source is None:

@@ -68,7 +68,7 @@ def rotation(start, T, hs, config, device):
     the block would be cast to bf16 by FSDP's policy.
     """
     exponent = torch.arange(0, hs, 2, device=device).float() / hs
-    frequency = 1.0 / config.rope_theta**exponent  # (hs / 2,), in radians a token
+    frequency = 1.0 / config.rope_theta**exponent  # (hs / 2,), in radians per token
     if config.rope_factor > 1:
         # Llama 3 was trained with 8,192 tokens. Llama 3.1 stretches the wavelengths that
         # turn less than once in these, keeps those that turn more than 4 times, and
@@ -193,7 +193,7 @@ class Llama(nn.Module):
 
     def initial_value(self, name, shape, seed):
         """As GPT's, with smaller values at the ends of residual branches. (transformers
-        draws all with 0.02.)"""
+        draws all values with 0.02.)"""
         module = name.split(".")[-2]
         if module.endswith("norm"):
             return torch.ones(shape)

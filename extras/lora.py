@@ -8,9 +8,9 @@ linear layer of the blocks.
 
     y = x weight.T + lora_alpha / lora_rank * x lora_A.T lora_B.T
         weight (out, in) is frozen and kept in frozen_dtype;
-        lora_A (rank, in) and lora_B (out, rank) train, in fp32
+        lora_A (rank, in) and lora_B (out, rank) are trained, in fp32
 
-A checkpoint has the adapters and their moments alone, and names the base in its header.
+A checkpoint has only the adapters and their moments, and names the base in its header.
 """
 
 import math
@@ -28,7 +28,7 @@ from model import derive_seed
 @dataclass
 class AdapterConfig:
     lora_rank: int = 16  # rows of lora_A, columns of lora_B
-    lora_alpha: float = 32.0  # what the adapters add is scaled by lora_alpha / lora_rank
+    lora_alpha: float = 32.0  # the adapters' output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'; empty: all
 
     def __post_init__(self):
@@ -41,14 +41,14 @@ class AdapterConfig:
 class LoRALinear(nn.Linear):
     def forward(self, x):
         y = super().forward(x)  # (..., out)
-        # The base may be kept in bf16, and where nothing is autocast x is so too.
+        # The base may be kept in bf16, and without autocast x is in bf16 too.
         small = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # (..., rank)
         return y + F.linear(small, self.lora_B.to(x.dtype))
 
 
 def adapt(model, cfg, frozen_dtype):
     """Freeze the model, and put adapters beside its linear layers, in place. It must be on
-    the meta device. frozen_dtype: to keep the frozen parameters in."""
+    the meta device. frozen_dtype: the frozen parameters' type."""
     named = dict(model.named_parameters())
     for module in targets(model, cfg.lora_targets).values():
         # No wrapper: it would change the names of the base's parameters.
@@ -61,7 +61,7 @@ def adapt(model, cfg, frozen_dtype):
     for p in named.values():
         p.requires_grad_(False)
         p.data = p.data.to(frozen_dtype)
-    # Checkpoints leave these out. No set: ranks fill them in turn, in an order that all share.
+    # Checkpoints leave these out. Not a set: all ranks fill them in the same order.
     model.base_names = tuple(named)
     model.initial_value = partial(initial_value, model.initial_value)
 
@@ -87,8 +87,8 @@ def targets(model, pattern):
 
 
 def initial_value(of_base, name, shape, seed):
-    """As the model's, and of adapters: A as nn.Linear's weight, B zero. So the model begins
-    as its base. A depends on the seed and the name alone."""
+    """The model's own; an adapter's A is drawn as nn.Linear's weight and its B is zero, so the
+    model begins as its base. A depends on the seed and the name alone."""
     if name.endswith(".lora_B"):
         return torch.zeros(shape)
     if name.endswith(".lora_A"):

@@ -4,10 +4,10 @@ A mixture of experts in one file: a GPT with several MLPs, experts, in each bloc
     python train.py --model=moe config/quickstart.py    # 4 experts, 2 active
     python train.py --model=moe config/quickstart.py --n_expert=8 --n_active=1
 
-A router sends each token to the n_active best of n_expert experts, and adds up what they
-answer. In training a second term of the loss keeps the experts about equally busy.
+A router sends each token to the n_active best of n_expert experts, and adds up their
+answers. In training a second term of the loss keeps the experts about equally busy.
 
-Every expert computes every token, and the answers that nobody asked for are multiplied by 0.
+Every expert computes every token, and the answers of those not chosen are multiplied by 0.
 That takes n_expert / n_active times the products. But no shape depends on the data, so the
 model compiles and can be planned, and every expert gets a gradient from every batch. Large
 models sort the tokens by expert instead, and put the experts on different GPUs.
@@ -30,8 +30,8 @@ from model import GPT, CausalSelfAttention, GPTConfig, normal
 @dataclass
 class MoEConfig(GPTConfig):
     # --- model moe
-    n_expert: int = 4  # in each block
-    n_active: int = 2  # of them for each token
+    n_expert: int = 4  # experts per block
+    n_active: int = 2  # experts per token
     balance: float = 0.01  # weight of the loss that balances the experts
 
     def __post_init__(self):
@@ -118,7 +118,7 @@ class MoE(GPT):
         return logits, loss
 
     def matrices(self):
-        """What Muon updates: the experts' stacks and attention, not the router."""
+        """Muon's parameters: the experts' stacks and attention, not the router."""
         params = self.blocks.named_parameters()
         return [p for name, p in params if p.dim() >= 2 and "router" not in name]
 

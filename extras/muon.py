@@ -2,7 +2,7 @@ r"""
 Sharded Muon: `--optimizer=muon`, for the matrices inside the blocks.
 
 Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest matrix whose
-singular values are all about 1. That takes the whole matrix, and a rank has some rows of it.
+singular values are all about 1. That takes the whole matrix, but a rank has only some rows.
 So each matrix has an owner, and a step has two all-to-alls, for all matrices together:
 
          rank 0                   rank 1                   (A, B belong to 0; C to 1)
@@ -16,7 +16,7 @@ Under DDP every rank has all rows, so only the second is needed. With hybrid_sha
 of one copy gather a matrix, and its owner sends the rows to the ranks of all copies. Each
 matrix is orthogonalized once in the world, so W ranks take about 1/W of the time.
 
-Updates have the size of AdamW's (0.2 an element: Liu et al. 2025), so that one learning
+Updates have the size of AdamW's (0.2 per element: Liu et al. 2025), so that one learning
 rate and one weight decay serve both. extras/docs/training.md says how much a rank sends.
 """
 
@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 
 def matrices_of(model):
-    """What Muon updates: what the model names in `matrices`, or the blocks' 2-D parameters.
-    SystemExit if none of them trains."""
+    """Muon's parameters: the model's `matrices()`, or the blocks' 2-D parameters. SystemExit if
+    none of them is trained."""
     if hasattr(model, "matrices"):
         params = model.matrices()
     else:
@@ -37,7 +37,7 @@ def matrices_of(model):
     trained = [p for p in params if p.requires_grad]
     if not trained:
         raise SystemExit(
-            "optimizer=muon is for matrices inside the blocks, and none of them trains; use "
+            "optimizer=muon is for matrices inside the blocks, and none of them is trained; use "
             "--optimizer=adamw, or a --freeze that leaves some")
     return trained
 
@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         self.adamw = adamw
         self.dtype = dtype
 
-        # Which ranks there are. `sharing` neighbours share a copy of the model.
+        # The ranks. `sharing` neighbours share a copy of the model.
         self.rank = 0
         self.world = 1
         self.sharing = 1
@@ -90,7 +90,7 @@ class Muon(torch.optim.Optimizer):
         self.adamw.step()
         group = self.param_groups[0]
         matrices = [p for p in group["params"] if p.grad is not None]
-        owned = divide(matrices, self.world)  # of each rank
+        owned = divide(matrices, self.world)  # by rank
 
         # One buffer for this rank's rows of all matrices, owner by owner.
         ordered = sum(owned, [])
@@ -123,13 +123,13 @@ class Muon(torch.optim.Optimizer):
             own.add_(update, alpha=-lr * scale)
 
     def shard_size(self, p):
-        """Elements of a rank's rows of p. All ranks have as many, some of them padding."""
+        """Elements of a rank's rows of p. All ranks send equally many, so the last ones pad."""
         most_rows = math.ceil(len(p) / self.sharing)
         return most_rows * math.prod(p.shape[1:])
 
     def nesterov(self, p, beta, piece):
-        """Add this rank's rows of the gradient to its momentum, and write where that leads to
-        the beginning of `piece`."""
+        """Add this rank's rows of the gradient to its momentum, and write the direction of the
+        update to the beginning of `piece`."""
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -146,7 +146,7 @@ class Muon(torch.optim.Optimizer):
         """A line from each rank that shares this copy: its rows of the matrices that this
         rank owns (collective). by_owner: the elements of `rows` that go to each rank."""
         size = by_owner[self.rank]
-        first = self.rank // self.sharing * self.sharing  # of those that share this copy
+        first = self.rank // self.sharing * self.sharing  # the first rank of this copy
         to_each = by_owner[first:first + self.sharing]
         start = sum(by_owner[:first])
         sent = rows[start:start + sum(to_each)]
@@ -218,7 +218,7 @@ def divide(matrices, world):
 
 
 def cost(m):
-    """Multiplications of one iteration, for each matrix of a stack."""
+    """Multiplications per iteration, for all matrices of a stack."""
     short, long = sorted(m.shape[-2:])
     matrices = m.numel() // (short * long)
     return matrices * short**2 * (2 * long + short)

@@ -1,7 +1,7 @@
 # Llama-3-8B with LoRA, fully sharded over 2 GPUs of 24 GB.
 #   python -m extras.plan extras/config/finetune_llama3_8b_lora.py --world_size=2 --gpu_memory=24
 #   torchrun --standalone --nproc_per_node=2 train.py extras/config/finetune_llama3_8b_lora.py
-# The base: 8.03 billion parameters, 2 bytes each, are 16.1 GB, 8.0 GB a GPU.
+# The base: 8.03 billion parameters, 2 bytes each, are 16.1 GB, 8.0 GB per GPU.
 # The adapters: 32 blocks * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
 # = 41.9M, 16 bytes each, are 0.7 GB.
 # On 2 GPUs the plan's peak is 11.7 GiB.
@@ -34,7 +34,7 @@ tie_embeddings = False
 batch_size = 1
 gradient_accumulation_steps = 16
 
-learning_rate = 2e-4  # ten times what all weights would take
+learning_rate = 2e-4  # ten times the rate for training all weights
 min_lr = 2e-5
 weight_decay = 0.0
 max_iters = 500

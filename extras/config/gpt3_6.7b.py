@@ -2,9 +2,9 @@
 #   python -m extras.plan extras/config/gpt3_6.7b.py --world_size=8 --gpu_memory=80
 #   torchrun --standalone --nproc_per_node=8 train.py extras/config/gpt3_6.7b.py
 # 12 * 32 * 4096^2 = 6.44 billion in the blocks + (50,304 + 2,048) * 4096 = 0.21 billion: 6.66.
-# 16 bytes each (fp32 master, gradient, two moments) are 107 GB, 13.3 GB a GPU on 8.
+# 16 bytes each (fp32 master, gradient, two moments) are 107 GB, 13.3 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 36.8 GiB.
-# With --gpu=H100 it plans 23.172 s a step and an MFU of 49.3%; 143,000 steps are 38.4 days.
+# With --gpu=H100 it plans 23.172 s per step and an MFU of 49.3%; 143,000 steps are 38.4 days.
 
 out_dir = 'out-gpt3-6.7b'
 dataset = 'fineweb_edu'
@@ -30,4 +30,4 @@ warmup_iters = 180  # 375M tokens
 
 eval_interval = 1000
 eval_iters = 40
-checkpoint = 'sharded'  # 12 bytes a parameter are 80 GB: every rank writes its own share of them
+checkpoint = 'sharded'  # 12 bytes per parameter are 80 GB: every rank writes its own share of them

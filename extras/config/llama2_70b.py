@@ -5,9 +5,9 @@
 #       --cpu_offload=0.0
 # 80 blocks * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) = 68.45 billion, 2 * 32,000 * 8192 =
 # 0.52 billion in embedding and head: 68.98. 16 bytes each (fp32 master, gradient, two moments) are
-# 1,104 GB, 138 GB a GPU on 8.
+# 1,104 GB, 138 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 15.0 GiB, with 1,890 GiB of host memory; on 64 without it 31.0 GiB.
-# With --gpu=H100 it plans 9.356 s a step and an MFU of 39.4% on those 64; 1,000 steps are
+# With --gpu=H100 it plans 9.356 s per step and an MFU of 39.4% on those 64; 1,000 steps are
 # 0.11 days. On 8, with copies to and from the host at 25 GB/s, 88.227 s, 33.4% and 1.02 days.
 
 out_dir = 'out-llama2-70b'
@@ -42,4 +42,4 @@ lr_decay_iters = 1000
 warmup_iters = 30
 eval_interval = 100
 eval_iters = 20
-checkpoint = 'sharded'  # 12 bytes a parameter are 828 GB: every rank writes its own share
+checkpoint = 'sharded'  # 12 bytes per parameter are 828 GB: every rank writes its own share

@@ -2,10 +2,10 @@
 #   python -m extras.plan extras/config/llama2_7b.py --world_size=8 --gpu_memory=80
 #   torchrun --standalone --nproc_per_node=8 train.py extras/config/llama2_7b.py
 # 32 blocks * (4 * 4096^2 + 3 * 4096 * 11008) = 6.48 billion, 2 * 32,000 * 4096 = 0.26 billion in
-# embedding and head: 6.74. 16 bytes each (fp32 master, gradient, two moments) are 108 GB, 13.5 GB a
-# GPU on 8.
+# embedding and head: 6.74. 16 bytes each (fp32 master, gradient, two moments) are 108 GB, 13.5 GB
+# per GPU on 8.
 # On 8 GPUs the plan's peak is 18.4 GiB.
-# With --gpu=H100 it plans 7.773 s a step and an MFU of 39.3%; 1,000 steps are 0.09 days.
+# With --gpu=H100 it plans 7.773 s per step and an MFU of 39.3%; 1,000 steps are 0.09 days.
 
 out_dir = 'out-llama2-7b'
 init_from = 'meta-llama/Llama-2-7b-hf'  # accept its license there first; scratch trains a new one
@@ -39,4 +39,4 @@ lr_decay_iters = 1000
 warmup_iters = 30
 eval_interval = 100
 eval_iters = 20
-checkpoint = 'sharded'  # 12 bytes a parameter are 81 GB: every rank writes its own share
+checkpoint = 'sharded'  # 12 bytes per parameter are 81 GB: every rank writes its own share

@@ -3,10 +3,10 @@
 #   torchrun --standalone --nproc_per_node=8 train.py extras/config/llama3_8b.py
 # 32 blocks * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) = 6.98 billion, 2 * 128,256 * 4096 =
 # 1.05 billion in embedding and head: 8.03. 16 bytes each (fp32 master, gradient, two moments) are
-# 128 GB, 16.1 GB a GPU on 8. For Llama 3.1 add rope_factor = 8.0, if it does not start from the
-# hub's, which brings its own.
+# 128 GB, 16.1 GB per GPU on 8. For Llama 3.1 add rope_factor = 8.0, unless it starts from the
+# hub's model, which brings its own.
 # On 8 GPUs the plan's peak is 22.4 GiB.
-# With --gpu=H100 it plans 9.714 s a step and an MFU of 39.5%; 1,000 steps are 0.11 days.
+# With --gpu=H100 it plans 9.714 s per step and an MFU of 39.5%; 1,000 steps are 0.11 days.
 
 out_dir = 'out-llama3-8b'
 init_from = 'meta-llama/Meta-Llama-3-8B'  # accept its license there first; scratch: a new one
@@ -37,4 +37,4 @@ lr_decay_iters = 1000
 warmup_iters = 30
 eval_interval = 100
 eval_iters = 20
-checkpoint = 'sharded'  # 12 bytes a parameter are 96 GB: every rank writes its own share
+checkpoint = 'sharded'  # 12 bytes per parameter are 96 GB: every rank writes its own share

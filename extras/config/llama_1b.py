@@ -4,9 +4,9 @@
 #   torchrun --standalone --nproc_per_node=8 train.py extras/config/llama_1b.py --init_from=auto
 # 16 blocks * (2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192) = 0.97 billion, 2 * 50,304 * 2048 =
 # 0.21 billion in embedding and head: 1.18. 16 bytes each (fp32 master, gradient, two moments) are
-# 18.9 GB, 2.4 GB a GPU on 8.
+# 18.9 GB, 2.4 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 27.6 GiB.
-# With --gpu=H100 it plans 2.442 s a step and an MFU of 43.8%; 95,000 steps are 2.68 days.
+# With --gpu=H100 it plans 2.442 s per step and an MFU of 43.8%; 95,000 steps are 2.68 days.
 
 out_dir = 'out-llama-1b'
 dataset = 'fineweb_edu'
@@ -43,7 +43,7 @@ warmup_iters = 2000  # TinyLlama's; 2% of all
 max_iters = 95000  # 99.6 billion tokens: one epoch
 lr_decay_iters = 95000
 
-# 12 bytes a parameter are 14 GB. One checkpoint every 20 minutes, and nine that stay
+# 12 bytes per parameter are 14 GB. One checkpoint every 20 minutes, and nine that stay
 checkpoint = 'sharded'
 save_interval = 500
 keep_every = 10000

@@ -1,5 +1,5 @@
 """
-What will a config cost? Memory, traffic and time of a step, on GPUs that you need not have.
+Predict a config's memory, traffic and time per step, on GPUs that you need not have.
 
     python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu=A100
     python -m extras.plan extras/config/gpt3_13b.py --gpu_memory=139 --host_memory=256 \\
@@ -11,10 +11,10 @@ What will a config cost? Memory, traffic and time of a step, on GPUs that you ne
 
 Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, as
 rank 0 of that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers,
-fragmentation (so a plan fits if it takes at most 90% of a GPU), and what compiling saves. Times
-are estimates (timing.py); extras/docs/measurements.md says how far they were from runs that
-others published. tok/s and MFU are of one GPU, exposed is the part of a step in which it waits for
-others, and batches are the micro-batches that it takes in a step.
+fragmentation (so a plan fits if it takes at most 90% of a GPU), and the savings of compiling.
+Times are estimates (timing.py); extras/docs/measurements.md says how far they were from runs that
+others published. tok/s and MFU are per GPU, exposed is the share of a step in which a GPU waits
+for others, and batches are the micro-batches per GPU and step.
 """
 
 import math
@@ -34,27 +34,27 @@ from metrics import flops_per_token
 from ranks import World
 from train import meta_model, with_vocabulary
 
-LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into as many pieces
+LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into that many pieces
 GIB = 2**30
 MIB = 2**20
 ON_DEVICE = KINDS[1:]  # KINDS[0] is host memory
 COLUMNS = (*ON_DEVICE, "peak", "host", "sent")
-TIMES = {"s/step": "{:.3f}", "tok/s": "{:,.0f}", "MFU": "{:.1%}", "exposed": "{:.1%}"}  # of a GPU
+TIMES = {"s/step": "{:.3f}", "tok/s": "{:,.0f}", "MFU": "{:.1%}", "exposed": "{:.1%}"}  # per GPU
 
 
 # ---------- a row of the table ------------------------------------------------
 
 
 def plan(cfg, world, machine):
-    """A row: the bytes that rank 0 holds at its peak, by kind, and where in the step that is;
-    bytes of its node's host memory; bytes that it sends in a step."""
+    """A row: the bytes that rank 0 holds at its peak, by kind, and where in the step the peak is;
+    bytes of its node's host memory; bytes that it sends per step."""
     timeline, marks, events, program = rehearse(cfg, world, machine.attention)
     on_device = timeline[:, 1:].sum(axis=1)
     top = int(on_device.argmax())
     peak = on_device[top]
     host = timeline[:, 0].max()
     if cfg.checkpoint == "sharded":
-        # A save copies this rank's rows of parameters and moments: what there is at rest.
+        # A save copies this rank's rows of parameters and moments, as they are at rest.
         rest = dict(zip(KINDS, timeline[0]))
         host += rest["host"] + rest["parameters"] + rest["optimizer"]
     host *= world.local_size  # its neighbours hold as much
@@ -66,7 +66,7 @@ def plan(cfg, world, machine):
     row["where"] = marks_before[-1]
     row["host"] = host
     row["sent"] = sum(event.times * event.sent() for event in events)
-    # A tenth is left for what is not counted.
+    # A tenth is left for memory that is not counted.
     fits_device = peak <= 0.9 * machine.gpu_memory
     fits_host = host <= machine.host_memory
     row["fits"] = fits_device and fits_host
@@ -80,7 +80,7 @@ def plan(cfg, world, machine):
 
 
 def times(program, cfg, size, machine):
-    """The part of a row that needs a GPU's name; of one GPU."""
+    """The columns of a row that need a GPU's name, per GPU."""
     micro_batches, tokens = of_a_step(cfg, size)
     step = timing.run(program, machine.cluster, micro_batches)
     rate = tokens / step.seconds
@@ -95,14 +95,14 @@ def times(program, cfg, size, machine):
 
 
 def of_a_step(cfg, size):
-    """(micro-batches, tokens) of one of so many GPUs."""
+    """(micro-batches, tokens) per GPU, if there are `size` GPUs."""
     micro_batches = cfg.gradient_accumulation_steps // size
     tokens = micro_batches * cfg.batch_size * cfg.block_size
     return micro_batches, tokens
 
 
 def calibrate(todo, machine, strategy):
-    """Set the rate of products so that --measured is what the config's own strategy gives."""
+    """Set the rate of products so that the config's own strategy reaches --measured."""
     placed, world = todo[-1]
     for one in todo:
         if one[0].strategy == strategy:
@@ -113,7 +113,7 @@ def calibrate(todo, machine, strategy):
     machine.cluster = timing.calibrated(program, machine.cluster, micro_batches, seconds)
     share = machine.cluster.gpu.products
     print(
-        f"{machine.measured:,.0f} tokens/s a GPU were measured ({placed.strategy}): products "
+        f"{machine.measured:,.0f} tokens/s per GPU were measured ({placed.strategy}): products "
         f"reach {share:.1%} of the peak")
 
 
@@ -121,10 +121,10 @@ def calibrate(todo, machine, strategy):
 
 
 def place(cfg, size, machine):
-    """(cfg resolved for `size` GPUs, their World); SystemExit for what cannot be combined."""
+    """(cfg resolved for `size` GPUs, their World); SystemExit if keys exclude each other."""
     device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     world = World(size=size, device=device, local_size=min(size, machine.gpus_per_node))
-    # Training wants a multiple of the ranks, and says so; a plan takes the next one.
+    # Training refuses all but multiples of the ranks; a plan takes the next one.
     micro_batches = math.ceil(cfg.gradient_accumulation_steps / size)
     keys = dict(
         gradient_accumulation_steps=micro_batches * size,
@@ -133,13 +133,13 @@ def place(cfg, size, machine):
     if not STRATEGIES[cfg.strategy].in_groups:
         keys["shard_group_size"] = 0  # another row may need it
     if cfg.dtype == "auto" and device.type == "cuda":
-        keys["dtype"] = "bfloat16"  # the best of today's GPUs; none is here to ask
+        keys["dtype"] = "bfloat16"  # as on today's GPUs; this machine may have none
     cfg = replace(cfg, **keys)
     return resolve(cfg, world, distributed=cfg.strategy != "single"), world
 
 
 def variants(cfg, size, machine):
-    """[(cfg, World)] of --strategy, or of every strategy that the keys allow. SystemExit if
+    """[(cfg, World)] for --strategy, or for every strategy that the keys allow. SystemExit if
     they do not allow the config's own."""
     if machine.strategy == "single" and size > 1:
         raise SystemExit("--strategy=single is one process: pass --world_size=1, or leave it out")
@@ -166,7 +166,7 @@ def variants(cfg, size, machine):
 
 
 def parse(argv):
-    """(the machine and all other flags of plan, the arguments that are left)."""
+    """(plan's own flags, which describe the machine; the remaining arguments)."""
     parser = ArgumentParser(
         usage="python -m extras.plan [config files] [flags below] [--key=value of train.py]",
         description=__doc__,
@@ -178,32 +178,32 @@ def parse(argv):
     add("--world_size", type=numbers, default=[1], metavar="N,N",
         help=f"GPUs, at most {LARGEST:,}; after the first, only times (with --gpu)")
     add("--strategy", choices=STRATEGIES,
-        help="only this one; else all that the keys allow")
+        help="plan only this one; else all that the keys allow")
     add("--gpus_per_node", type=int, default=8,
         help="GPUs that share host memory and NVLink")
     add("--gpu_memory", type=float,
-        help="GiB (that of --gpu or of this machine, or 80)")
+        help="GiB per GPU (--gpu's or this machine's, else 80)")
     add("--host_memory", type=float, default=math.inf,
-        help="GiB of a node")
+        help="GiB per node")
     add("--plot", metavar="FILE.png",
         help="draw a step's memory and streams (with --gpu); .svg, .pdf too")
     add("--events", choices=("folded", "all"),
-        help="what happens in the step, in order; =all: of every block")
+        help="print the step's events, in order; =all: every block's")
     times = parser.add_argument_group("how long it takes")
     add = times.add_argument
     add("--gpu", type=timing.find_gpu, default=timing.this_gpu(), metavar="NAME",
         help=f"{', '.join(timing.GPUS)}, or PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s by its data "
              "sheet (this machine's, if known)")
     add("--network", type=float, metavar="GBIT/S",
-        help="gigabits/s of a GPU to other nodes (A100 200, others 400)")
+        help="gigabits/s per GPU to other nodes (A100 200, others 400)")
     add("--attention", choices=timing.ATTENTION, default="flash2",
-        help="its kernel (%(default)s)")
+        help="the attention kernel (%(default)s)")
     add("--measured", type=float, metavar="TOK/S",
-        help="of one GPU, in a short run of this config: products then run as fast as there")
+        help="per GPU, in a short run of this config: products then run as fast as there")
     add("--tokens", type=float,
-        help="of a whole run: how many days, and GPU-hours, on each number of GPUs")
+        help="of the whole run: prints its days and GPU-hours on each number of GPUs")
     add("--price", type=float,
-        help="of a GPU-hour: what --tokens cost")
+        help="per GPU-hour: prints the cost of --tokens")
     # A config file may follow: --events alone must not take it as its value.
     argv = ["--events=folded" if arg == "--events" else arg for arg in argv]
     own, rest = parser.parse_known_args(argv)
@@ -251,7 +251,7 @@ def this_memory():
 
 
 def check_times(own):
-    """SystemExit if what is asked for needs something else."""
+    """SystemExit if a flag lacks another that it needs, or the GPU has no such kernel."""
     asked = dict(
         network=own.network,
         measured=own.measured,
@@ -263,7 +263,7 @@ def check_times(own):
         if value and not own.gpu:
             raise SystemExit(f"--{key} needs a GPU's times: add --gpu=H100, or see --help")
     if own.price and not own.tokens:
-        raise SystemExit(f"--price={own.price:g} needs --tokens, of the whole run")
+        raise SystemExit(f"--price={own.price:g} needs the whole run's --tokens")
     if own.world_size[1:] and own.world_size[0] == 1:
         raise SystemExit(
             "--world_size=1 has nothing to send: begin the list with 2, or ask for 1 alone")
@@ -281,7 +281,7 @@ def main(argv):
     cfg = with_vocabulary(load_config(rest, vars(machine)))
     todo = variants(cfg, size, machine)
 
-    # What is planned.
+    # The title: model, GPUs and batch.
     model = meta_model(cfg)
     n = count(model)
     memory = machine.gpu_memory / GIB
@@ -293,7 +293,7 @@ def main(argv):
     print(
         f"{title} of {memory:.0f} GiB, {placed.dtype}; {describe_units(model, cfg)}\n"
         f"planned with gradient_accumulation_steps={steps}{instead}, a multiple of {size}: "
-        f"{steps // size} x batch_size {cfg.batch_size} x {cfg.block_size:,} tokens a GPU "
+        f"{steps // size} x batch_size {cfg.batch_size} x {cfg.block_size:,} tokens per GPU "
         "and step")
     if machine.cluster:
         machine.flops_per_token = flops_per_token(model, World())
@@ -301,13 +301,13 @@ def main(argv):
         if machine.measured:
             calibrate(todo, machine, strategy=cfg.strategy or "full_shard")
 
-    # The table, a line as soon as it is known.
+    # The table, each line as soon as it is known.
     unit, name = MIB, "MiB"
-    if 16 * n >= GIB:  # 16 bytes a parameter
+    if 16 * n >= GIB:  # 16 bytes per parameter
         unit, name = GIB, "GiB"
     heads = [key.replace("host", "host/node") for key in COLUMNS]
     timed = TIMES if machine.cluster else ()
-    print_line(f"{name} a GPU", heads, timed, "fits", "peak at")
+    print_line(f"{name} per GPU", heads, timed, "fits", "peak at")
     rows = []
     for placed, world in todo:
         row = plan(placed, world, machine)
@@ -315,7 +315,7 @@ def main(argv):
         fits = "yes" if row["fits"] else "no"
         timed = clock(row) if machine.cluster else ()
         print_line(row["strategy"], cells, timed, fits, row["where"])
-        # Beside others, `single` is there to compare with: its memory is ddp's.
+        # Beside others, `single` is only for comparison: its memory is ddp's.
         if placed.strategy != "single" or size == 1:
             rows.append(row)
 
@@ -344,14 +344,14 @@ def main(argv):
 
 
 def print_more_gpus(rows, cfg, machine):
-    """Times of the same rehearsals on more GPUs, and from where on more of them help less."""
+    """Print the rehearsals' times on more GPUs, and the number beyond which one more helps less."""
     print()
     names = [*TIMES, *whole_run(1.0, 1, machine)]
     print_line("", ["GPUs", "batches", "all tok/s"], names)
     first = machine.world_size[0]
-    changed = {}  # {GPUs: micro-batches of all, if they are not the config's}
+    changed = {}  # {GPUs: all their micro-batches, if not the config's}
     for row in rows:
-        rates = {}  # {GPUs: tokens/s of all}
+        rates = {}  # {GPUs: all their tokens/s}
         for size in machine.world_size:
             try:
                 placed, _ = place(replace(cfg, strategy=row["strategy"]), size, machine)
@@ -373,7 +373,7 @@ def print_more_gpus(rows, cfg, machine):
         them = ", ".join(f"{batches} on {size}" for size, batches in changed.items())
         print(
             f"planned with gradient_accumulation_steps={them} GPUs instead of "
-            f"{cfg.gradient_accumulation_steps}: train.py takes multiples of the GPUs only")
+            f"{cfg.gradient_accumulation_steps}: train.py takes only multiples of the GPUs")
 
 
 def print_limit(strategy, rates):
@@ -382,23 +382,23 @@ def print_limit(strategy, rates):
         gain = (rates[more] - rates[size]) / (more - size)
         if gain < 0.8 * rates[first] / first:
             print(
-                f"{strategy}: beyond {size} GPUs each one more gives less than 80% of one of "
-                f"the first {first}")
+                f"{strategy}: beyond {size} GPUs each one more adds less than 80% of the tok/s of "
+                f"one of the first {first}")
             return
 
 
 def print_times(rows, picked, size, cfg, machine):
-    """What the times are, and the whole run's with the strategy that was picked."""
+    """Print what the times cover, and the whole run's time with the picked strategy."""
     if not machine.cluster:
-        print(f"for times too add --gpu={', '.join(timing.GPUS)} or another's numbers (--help)")
+        print(f"for times, add --gpu={', '.join(timing.GPUS)} or your GPU's numbers (--help)")
         return
     kind = "compiled" if machine.cluster.compiled else "not compiled"
     print(
-        f"times are of the steps alone, {kind}, at full power (at 500 W an H100 took 26% longer); "
+        f"times are for the steps alone, {kind}, at full power (at 500 W an H100 took 26% longer); "
         "evaluation, saves and stragglers come on top")
     if cfg.cpu_offload or cfg.activation_offload:
         rate = timing.PCIE / 1e9
-        print(f"copies between host and GPU are taken to run at {rate:.0f} GB/s (PCIe), untested")
+        print(f"copies between host and GPU are assumed to run at {rate:.0f} GB/s (PCIe), untested")
     if not machine.tokens:
         return
     row = {row["strategy"]: row for row in rows}[picked]
@@ -406,11 +406,11 @@ def print_times(rows, picked, size, cfg, machine):
     print(f"{machine.tokens:,.0f} tokens with {picked} on {size} GPUs: {run['days']} days")
     print(f"{run['GPU-hours']} GPU-hours")
     if machine.price:
-        print(f"{run['dollars']} dollars, at {machine.price:g} a GPU-hour")
+        print(f"{run['dollars']} dollars, at {machine.price:g} per GPU-hour")
 
 
 def whole_run(rate, size, machine):
-    """{name: text} of what --tokens take, at so many tokens/s of each GPU."""
+    """{name: text}: the days, GPU-hours and dollars of --tokens, at `rate` tokens/s per GPU."""
     if not machine.tokens:
         return {}
     hours = machine.tokens / rate / 3600
@@ -421,9 +421,9 @@ def whole_run(rate, size, machine):
 
 
 def describe_units(model, cfg):
-    """How many units there are, and the size of the first."""
+    """The number of units and the size of the first, as text."""
     units = find_units(model, model.blocks, cfg.wrap_min_params)
-    # wrap_min_params may be more than any module has: then all is the root's.
+    # wrap_min_params may be more than any module has: then everything is the root's.
     names = {module: name for name, module in model.named_modules()}
     first, name = model, "the root"
     if units:
@@ -437,7 +437,7 @@ def count(module):
 
 
 def clock(row):
-    """Its TIMES as text."""
+    """A row's TIMES as text."""
     return [form.format(row[key]) for key, form in TIMES.items()]
 
 

@@ -3,8 +3,8 @@ The plan's times against real steps: two ranks on this machine's CPU.
 
     torchrun --standalone --nproc_per_node=2 -m extras.plan.here
 
-It measures what --gpu takes: how fast products, memory and gloo are while both ranks work. Then
-it trains each of four configs, in turns, and rank 0 plans the same.
+It measures the rates that --gpu takes: products, memory and gloo while both ranks work. Then it
+trains four configs, in turns, and rank 0 plans the same ones.
 """
 
 import io
@@ -35,7 +35,7 @@ STEPS = 9
 
 
 def seconds(work):
-    """The median of what it takes while both ranks do it."""
+    """The median time of work() while both ranks do it."""
     times = []
     for _ in range(STEPS):
         dist.barrier()
@@ -46,7 +46,7 @@ def seconds(work):
 
 
 def measured_gpu():
-    """(--gpu's PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s, what was measured)."""
+    """(--gpu's PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s, the measured rates as text)."""
     a = torch.randn(2048, 384)  # a product of the MLP
     b = torch.randn(384, 1536)
     products = 2 * len(a) * b.numel() / seconds(lambda: a @ b)
@@ -63,7 +63,7 @@ def measured_gpu():
 
 
 def train(directory, world):
-    """Milliseconds of a step of each config."""
+    """Milliseconds per step of each config."""
     runs = []
     for keys in CONFIGS:
         cfg = load_config([*MODEL, *keys, f"--dataset={directory}"])

@@ -1,5 +1,5 @@
 """
-What happens in a step that plan.py planned: as text (its --events), and drawn (its --plot).
+A planned step, as a list of events (--events) and as a picture (--plot).
 """
 
 import math
@@ -10,13 +10,13 @@ from itertools import groupby
 from configurator import package
 from extras.plan.timing import KERNEL
 
-# ---------- what happens in a step --------------------------------------------
+# ---------- the events --------------------------------------------------------
 
 
 def print_events(row, micro_batches, unit, name, fold=True):
-    """Gathers, frees, reductions and the update, in order: bytes sent, and what the device
-    holds after each; with a GPU's name, when in its micro-batch or the update, and how long.
-    fold: where a block does as the one before, one line says so."""
+    """Print gathers, frees, reductions and the update, in order: bytes sent, and bytes that the
+    device holds after each; for a known GPU also its start, in its micro-batch or the update, and
+    its duration. fold: one line for blocks that repeat the one before."""
     title = f"{row['strategy']}, a step of rank 0, in {name}"
     clock = f"{'start, ms':>11s}{'takes, ms':>11s}" if "step" in row else ""
     print(f"\n{title:54s}{'sent':>8s}{clock}{'held':>14s}")
@@ -26,7 +26,7 @@ def print_events(row, micro_batches, unit, name, fold=True):
     first = 1
     for n in range(1, rehearsed + 1):
         last = first
-        if n == rehearsed - 1:  # it stands for those that were left out
+        if n == rehearsed - 1:  # it stands for those left out, too
             last += micro_batches - rehearsed
         if last > first:
             print(f"micro-batches {first} to {last} of {micro_batches}, each")
@@ -43,7 +43,7 @@ def print_part(row, part, unit, fold):
     events = [e for e in row["events"] if e.part() == part]
     if not events:
         print("  nothing is gathered, freed or reduced")
-    same = []  # places where the same happens as in the one before
+    same = []  # places with the same events as the one before
     before = None
     for where, group in groupby(events, key=lambda e: e.where):
         here = list(group)
@@ -82,7 +82,7 @@ def print_event(e, where, row, unit):
 
 
 def is_exposed(event, row):
-    """Does compute wait while this collective runs, for longer than a kernel takes?"""
+    """True if compute waits while this collective runs, for longer than a kernel takes."""
     if "step" not in row:
         return False
     step = row["step"]
@@ -114,14 +114,13 @@ def relative(unit, where):
 # ---------- the picture -------------------------------------------------------
 
 # Of ON_DEVICE, from dark to light: the colours differ in grey too, and for colour-blind readers
-# (viridis). With ddp nothing is gathered, but autocast keeps copies in bf16: they count as that.
+# (viridis). With ddp nothing is gathered, but autocast's copies in bf16 count as gathered.
 COLORS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
 LABELS = ("parameters", "optimizer", "gradients", "gathered or cast", "activations")
 
 def draw(rows, machine, unit, name, title, path):
-    """For each strategy the last micro-batch of a step and the update: what a GPU holds,
-    stacked; which units are whole; what its streams do. unit, name: of the first's y axis, in
-    bytes, and what it is called."""
+    """Draw each strategy's last micro-batch and update: memory by kind, stacked; the units that
+    are whole; and the streams. unit, name: the memory axis's unit, in bytes, and its name."""
     Figure = package("matplotlib.figure", "--plot").Figure
     # A Figure of its own, not pyplot's: that would look for a screen.
     figure = Figure(figsize=(3.2 * len(rows) + 1, 7), layout="constrained")
@@ -167,24 +166,24 @@ def draw(rows, machine, unit, name, title, path):
 
 
 def ms(seconds, row):
-    """On the x axis: since the last micro-batch began."""
+    """Milliseconds on the x axis, which begins with the last micro-batch."""
     last = row["events"][-1].micro_batch
     begin = row["step"].begin(last)
     return 1e3 * (seconds - begin)
 
 
-def moments(rows, row):
-    """Where these rows of the timeline are on the x axis."""
-    return ms(row["step"].moments(rows), row)
+def times_at(rows, row):
+    """Milliseconds of these rows of the timeline, on the x axis."""
+    return ms(row["step"].times_at(rows), row)
 
 
 def begin_of(phase, row):
     start = dict((where, n) for n, where in row["marks"])[phase]  # the last of each
-    return moments(start, row)
+    return times_at(start, row)
 
 
 def draw_memory(panel, row, unit):
-    x = moments(range(len(row["timeline"])), row)
+    x = times_at(range(len(row["timeline"])), row)
     drawn = x >= 0
     panel.stackplot(
         x[drawn],
@@ -210,7 +209,7 @@ def unit_names(rows):
 
 def draw_units(panel, row, names):
     """A bar from each gather of a unit to its free."""
-    end = moments(len(row["timeline"]), row)
+    end = times_at(len(row["timeline"]), row)
     gathers = {}  # {unit: where its gather begins on the x axis}
     bars = {name: [] for name in names}
     for e in row["events"]:
@@ -221,9 +220,9 @@ def draw_units(panel, row, names):
             gathers[e.unit] = x
         elif e.what == "free":
             begin = gathers.pop(e.unit)
-            if x > begin:  # else it is of an earlier micro-batch
+            if x > begin:  # else it belongs to an earlier micro-batch
                 bars[e.unit].append((begin, x - begin))
-    if not any(bars.values()):  # nothing is gathered: all is whole, all the time
+    if not any(bars.values()):  # nothing is gathered: everything is whole all the time
         bars = {name: [(0, end)] for name in names}
     for y, name in enumerate(names):
         panel.broken_barh(bars[name], (y - 0.5, 1), color=COLORS[3], lw=0)
@@ -233,9 +232,9 @@ def draw_units(panel, row, names):
 
 
 def draw_streams(panel, row):
-    """What computes, and what gathers or reduces, as a profiler would draw it."""
+    """Draw compute and communication as a profiler would."""
     step = row["step"]
-    works = 0.0  # from then on
+    works = 0.0  # the start of the current bar
     for wait, until in [*step.waits, (step.compute[-1].end, math.inf)]:
         end = ms(wait, row)
         if end >= 0:
@@ -248,14 +247,14 @@ def draw_streams(panel, row):
         if span.op.event.what == "all_gather":
             color = COLORS[3]
         if start >= 0:
-            panel.broken_barh([(start, takes)], (-0.4, 0.8), color=color, lw=0.6)  # a line at least
+            panel.broken_barh([(start, takes)], (-0.4, 0.8), color=color, lw=0.6)  # at least a line
     panel.set_ylim(-0.5, 1.5)
     panel.set_yticks([0, 1], ["communication", "compute"], fontsize=12)
     panel.set_xlabel("ms", fontsize=12)
 
 
 def check_plot(path):
-    """SystemExit now, not after the rehearsals."""
+    """SystemExit if --plot cannot be written: now, not after the rehearsals."""
     package("matplotlib.figure", "--plot")
     is_picture = path.endswith((".png", ".svg", ".pdf"))
     folder = os.path.dirname(path) or "."

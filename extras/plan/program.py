@@ -1,8 +1,8 @@
 """
-What a GPU is asked for in a step: the program that rehearse.py records and timing.py prices.
+A step's program: a GPU's work, which rehearse.py records and timing.py prices.
 
-It has Operations, each on a stream, and what makes one stream wait for another: a Record of an
-event, and a Wait for it. FSDP2 asks for all of them itself, so their order is its own.
+It has Operations, each on a stream, and makes one stream wait for another by a Record of an event
+and a Wait for it. FSDP2 makes all these calls itself, so their order is its own.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,20 +11,20 @@ from unittest.mock import patch
 import torch
 from torch.utils.flop_counter import flop_registry
 
-COMPUTE = torch.cpu.current_stream()  # the stream of all that asks for no other
-UPDATE = ("clip", "optimizer")  # where in a step the update is
+COMPUTE = torch.cpu.current_stream()  # the stream of operations that ask for no other
+UPDATE = ("clip", "optimizer")  # the places of a step that are its update
 # Operations that touch no memory, though PyTorch does not call them views.
 FREE = {
     "aten._unsafe_view", "aten.empty.memory_format", "aten.empty_like", "aten.empty_strided",
     "aten.new_empty", "profiler._record_function_enter_new",
     "profiler._record_function_exit._RecordFunction",
 }
-# Those that read as much as they return, whatever the table's size.
+# Operations that read only as much as they return, whatever the table's size.
 LOOK_UPS = {
     "aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select",
     "aten.nll_loss_forward",
 }
-# Those that write their first argument and do not read it.
+# Operations that write their first argument and do not read it.
 OVERWRITES = {
     "aten._foreach_copy_", "aten._foreach_zero_", "aten.copy_", "aten.fill_.Scalar", "aten.zero_",
 }
@@ -32,10 +32,10 @@ OVERWRITES = {
 
 @dataclass
 class Event:
-    """One thing that happens between ranks or to a unit. size, ranks: of a collective's whole
-    buffer, in bytes, and of its group."""
+    """One thing that happens between ranks or to a unit. size: bytes of a collective's whole
+    buffer. ranks: in its group."""
     what: str  # all_gather, reduce_scatter, all_reduce, all_to_all, free or step
-    unit: str  # root, block 3, block 3.mlp; none of clipping's and the optimizer's
+    unit: str  # root, block 3, block 3.mlp; empty for clipping and the optimizer
     where: str  # the last mark
     row: int  # of the timeline, just after it
     micro_batch: int  # from 1
@@ -45,36 +45,36 @@ class Event:
     times: int = 1  # in the step: a rehearsed micro-batch may stand for several
 
     def part(self):
-        """Which part of the step: a micro-batch's number, or one more for the update."""
+        """The part of the step: a micro-batch's number, or one more for the update."""
         return self.micro_batch + (self.where in UPDATE)
 
     def sent(self):
-        """Bytes that a rank sends, if it goes round a ring: all of the buffer but a rank's
-        share, and in an all-reduce, which reduces and then gathers, twice that."""
+        """Bytes that a rank sends round a ring: the buffer without a rank's share, and twice as
+        much in an all-reduce, which reduces and then gathers."""
         rounds = 2 if self.what == "all_reduce" else 1
         return rounds * self.size * (self.ranks - 1) / self.ranks
 
 
 @dataclass(eq=False)
 class Operation:
-    """What a GPU does at one go: a kernel, a copy or a collective."""
+    """One piece of a GPU's work: a kernel, a copy or a collective."""
     name: str  # PyTorch's; or copy (between host and device), update, update on the host
     where: str  # in the step
     micro_batch: int
     row: int  # of the timeline, just after it
-    reads: list  # [(something that stands for a storage, bytes)]
+    reads: list  # [(an object that stands for a storage, bytes)]
     writes: list
     flops: float = 0.0
-    width: int = 2  # bytes of a number that it multiplies
+    width: int = 2  # bytes per number that it multiplies
     head: int = 0  # of attention: the size of a head
     length: int = 0  # of attention: tokens
     event: object = None  # of a collective: rehearse.Event
     size: int = 0  # of a collective's whole buffer
-    calls: float = 1.0  # of a collective: less than 1 where several are one
+    calls: float = 1.0  # of a collective: less than 1 where several are sent as one
     stream: object = field(default_factory=torch.cpu.current_stream)
 
     def part(self):
-        """Which part of the step: a micro-batch's number, or one more for the update."""
+        """The part of the step: a micro-batch's number, or one more for the update."""
         return self.micro_batch + (self.where in UPDATE)
 
     def moved(self):
@@ -91,20 +91,20 @@ class Wait:
 
 @dataclass(eq=False)
 class Record:
-    """The event is when the stream has done all that came before."""
+    """The event comes when the stream has done everything before it."""
     stream: object
     event: object
 
 
 def joins(before, event):
-    """A unit is freed tensor by tensor, and our DDP reduces so: is it more of the same?"""
+    """True if event continues before: a unit is freed, and in our DDP reduced, tensor by tensor."""
     same = replace(before, row=event.row, size=event.size) == event
     return same and event.what in ("free", "all_reduce")
 
 
 def recording_streams(program):
-    """Patches. FSDP2 asks a CPU for streams and events as well, and gets some that do nothing:
-    now they note in the program who waits for whom."""
+    """Patches. On a CPU, too, FSDP2 uses streams and events, but they do nothing there: patched,
+    they note in the program which stream waits for which."""
 
     def wait_event(stream, event):
         program.append(Wait(stream, event))
@@ -133,7 +133,7 @@ def is_free(op, name):
 
 
 def touched(name, args, kwargs, out):
-    """(what an operation reads, what it writes), pytrees of tensors."""
+    """(the tensors that an operation reads, the ones that it writes), as pytrees."""
     if name in LOOK_UPS:
         return out, out
     if name == "fsdp.all_gather_copy_in":
@@ -146,16 +146,16 @@ def touched(name, args, kwargs, out):
 
 
 def computed(op, args, kwargs, out):
-    """dict of the FLOPs of a product or of attention, and what they depend on."""
+    """dict of an Operation's fields: the FLOPs of a product or of attention, and its sizes."""
     if "scaled_dot_product" not in str(op):
         count = flop_registry.get(op.overloadpacket)
         if not count:
             return {}
-        # The first argument is a tensor that is multiplied, or has its type. The last may be a
-        # number, such as a convolution's groups.
+        # The first argument is multiplied, or has the type of the tensors that are. The last may be
+        # a number, such as a convolution's groups.
         return dict(flops=count(*args, **kwargs, out_val=out), width=args[0].itemsize)
-    # Not by the registry, which knows a CPU's kernel from torch 2.15 on and counts the products
-    # that a causal kernel leaves out.
+    # The registry is of no use here: from torch 2.15 on it knows a CPU's kernel, and counts the
+    # products that a causal kernel leaves out.
     is_backward = "backward" in str(op)
     q, k = args[1:3] if is_backward else args[:2]
     B, nh, T, hs = q.shape

@@ -1,14 +1,14 @@
 """
-Throughputs that others published, and what the plan says of the same runs.
+Throughputs that others published, and the plan's for the same runs.
 
     python -m extras.plan.published runs.csv    # each row, and the errors by group
     python -m extras.plan.published runs.csv --measured    # when one row sets the rate for others
 
-Twenty rows are here, for test_timing.py: of each kind, and no constant was fitted on them. A file
-of more has the same columns and may have others. tok_s_gpu: tokens a second and GPU.
+Twenty rows are here, some of each kind, for test_timing.py; no constant was fitted on them. A file
+with more has the same columns and may have others. tok_s_gpu: tokens per second and GPU.
 
-Times are linear in depth: so what is rehearsed has 2 and 4 blocks. And it is rehearsed once for all
-numbers of GPUs, as by --world_size=8,16.
+Times are linear in depth, so models of 2 and 4 blocks are rehearsed, once for all numbers of GPUs,
+as by --world_size=8,16.
 """
 
 import csv
@@ -79,7 +79,7 @@ def rows(file):
 
 
 def arguments(row):
-    """What plan is given to plan this row; None if its keys cannot say it."""
+    """plan's arguments for this row; None if its keys cannot express it."""
     if row["ac"] not in CHECKPOINTING:
         return None  # every second product, or a part of the blocks
     ranks = int(row["gpus"])
@@ -119,7 +119,7 @@ def attention(kernel):
 
 
 def network(text):
-    """Gb/s of a GPU; None if it is not said."""
+    """Gb/s per GPU; None if the row does not say."""
     if not text[:1].isdigit():
         return None
     rate = int(text.split()[0])
@@ -127,8 +127,8 @@ def network(text):
 
 
 def predicted(row, products=None):
-    """(tokens/s of a GPU, the share of the step that is exposed). products: the share of the peak
-    that they reach, if it is not the GPU's."""
+    """(tokens/s per GPU, the exposed share of the step). products: the share of the peak that
+    matrix products reach, if not the GPU's."""
     machine, _ = plan.parse(arguments(row))
     gpu = machine.cluster.gpu
     gpu = replace(gpu, products=products or gpu.products)
@@ -148,13 +148,13 @@ def predicted(row, products=None):
     return micro_batches * int(row["mbs"]) * int(row["seq"]) / whole, exposed / whole
 
 
-# What a rehearsal depends on: not the GPU, nor how many there are.
+# The columns that a rehearsal depends on: not the GPU, nor the number of GPUs.
 SAME = ("model", "seq", "mbs", "strategy", "ac", "dtype", "reduce", "attn")
 
 
 @functools.cache
 def rehearsed(depth, micro_batches, *same):
-    """(program, cfg, GPUs) of a model of so many blocks."""
+    """(program, cfg, GPUs) of the model with `depth` blocks."""
     row = dict(zip(SAME, same), compile="0", gpu="h100_80gb", network="", accum=str(micro_batches))
     size = 1 if row["strategy"] == "single" else 16
     machine, rest = plan.parse(arguments(dict(row, gpus=str(size))))
@@ -165,7 +165,7 @@ def rehearsed(depth, micro_batches, *same):
 
 
 def groups(row, exposed):
-    """The lines of the table that a row counts for."""
+    """The lines of the table that count a row."""
     if row["dtype"] == "fp8":
         return ["float8"]
     if row["gpu"] not in FULL_POWER:
@@ -182,7 +182,7 @@ def groups(row, exposed):
 
 def main(path):
     ratios = defaultdict(list)
-    for row in sayable(path):
+    for row in expressible(path):
         rate, exposed = predicted(row)
         ratio = rate / float(row["tok_s_gpu"])
         keys = ("source", "model", "gpus", "gpu", "seq", "mbs", "strategy", "ac", "compile")
@@ -192,7 +192,7 @@ def main(path):
     print_table(ratios)
 
 
-def sayable(path):
+def expressible(path):
     return [row for row in rows(open(path)) if arguments(row)]
 
 
@@ -204,10 +204,11 @@ def print_table(ratios):
 
 
 def measured(path):
-    """What --measured does: each row sets the rate of products, and the others of its source and
-    GPU are predicted by it."""
+    """As plan's --measured: each row sets the rate of products, and the other rows of its source
+    and GPU are predicted by it."""
     ratios = defaultdict(list)
-    known = [row for row in sayable(path) if row["gpu"] in FULL_POWER and row["dtype"] == "bf16"]
+    rows_in_bf16 = [row for row in expressible(path) if row["dtype"] == "bf16"]
+    known = [row for row in rows_in_bf16 if row["gpu"] in FULL_POWER]
     share = {id(row): fitted(row) for row in known}
     without = {id(row): predicted(row)[0] for row in known}
     for one, other in permutations(known, 2):
@@ -224,7 +225,7 @@ def measured(path):
 
 
 def fitted(row):
-    """The share of the peak that makes it as fast as was published, at most all."""
+    """The share of the peak, at most 1, that makes the row as fast as it was published."""
     low, high = 0.05, 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2

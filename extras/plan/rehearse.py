@@ -1,7 +1,7 @@
 """
 A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number
-of ranks, on fake tensors, which have shapes and no memory. A ledger notes what each storage
-holds, and what its streams do.
+of ranks, on fake tensors, which have shapes and no memory. A ledger notes the size and kind of
+each storage, and the work of each stream.
 
     timeline, marks, events, program = rehearse(cfg, world)
 
@@ -44,7 +44,7 @@ except ImportError as e:
     raise SystemExit(
         f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13 or 2.15")
 
-# What memory holds. A storage that was called two things is the first of them here: the
+# The kinds of memory. A storage that was labelled twice is of the first of its kinds here: the
 # shard that FSDP gathers from is also an argument of the gather, and stays a parameter.
 KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
 
@@ -54,14 +54,14 @@ def rehearse(cfg, world, attention="flash2"):
 
     timeline  bytes of each of KINDS after every change: (changes, kinds)
     marks     [(row of the timeline, where)]: from there on the step is at this place
-    events    [Event]: what is gathered, freed, reduced, sent and updated, in order
-    program   [Operation, Wait or Record]: what a GPU is asked for, in order, and on which
-              stream; timing.py gives it times
+    events    [Event]: collectives, frees and the update, in order
+    program   [Operation, Wait or Record]: a GPU's work, in order, and each on its stream;
+              timing.py gives it times
 
     attention: one of timing.ATTENTION; "written_out" also keeps its T x T probabilities.
     """
     # Two micro-batches take the memory of any number: the first stands for all but the
-    # last. With grad_sync=last the first one sends something else too, so it takes three.
+    # last. With grad_sync=last the first one's traffic differs too, so it takes three.
     micro_batches = cfg.gradient_accumulation_steps // world.size
     rehearsed = min(micro_batches, 3 if cfg.grad_sync == "last" else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
@@ -88,8 +88,8 @@ def rehearse(cfg, world, attention="flash2"):
 
 
 def step(wrapped, model, cfg, world, ledger):
-    """train_step, while the ledger is told which tensors are what, and where the step is.
-    Returns its timeline."""
+    """Run train_step, and tell the ledger the kinds of tensors and where the step is.
+    Returns (timeline, marks)."""
     optimizer = train.make_optimizer(model, cfg)
     allocate_state(optimizer)
     on_host = {p for p in model.parameters() if ledger.kind(p) == "host"}
@@ -133,8 +133,8 @@ def place_marks(model, optimizer, ledger):
                 x.register_hook(mark(f"backward, block {i}"))
         return after_forward
 
-    # First of all: FSDP's own hooks gather the root, which belongs to the forward, and a
-    # block before its forward and its backward.
+    # Prepended: FSDP's own hooks gather the root, which belongs to the forward, and a block
+    # before its forward and its backward.
     model.register_forward_pre_hook(mark("forward"), prepend=True)
     for i, block in enumerate(model.blocks):
         block.register_forward_pre_hook(mark(f"forward, block {i}"), prepend=True)
@@ -146,7 +146,7 @@ def place_marks(model, optimizer, ledger):
 
 
 def name_units(model):
-    """{module: what to call it as a unit}."""
+    """{module: its name as a unit}."""
     names = {module: name for name, module in model.named_modules()}
     units = {module: name for module, name in names.items()}
     for i, block in enumerate(model.blocks):
@@ -178,15 +178,15 @@ COLLECTIVES = {
 
 @dataclass(eq=False)
 class Entry:
-    """What the ledger knows of a storage."""
+    """The ledger's entry for a storage."""
     size: int = 0  # bytes, now
     kind: str = "activations"
-    pinned: bool = True  # if it is in host memory: do a GPU's copies begin or end there?
+    pinned: bool = True  # in host memory: True if a GPU's copies begin or end there
 
 
 class Ledger(TorchDispatchMode):
-    """How many bytes each storage takes from when to when, and what happens meanwhile. A
-    storage's kind may turn out later: a gradient is an activation until FSDP reduces it."""
+    """The bytes of each storage over time, and the events meanwhile. A storage's kind may turn
+    out later: a gradient is an activation until FSDP reduces it."""
 
     def __init__(self, pins_host_memory):
         super().__init__()
@@ -197,7 +197,7 @@ class Ledger(TorchDispatchMode):
         self.events = []
         self.program = []
         self.micro_batch = 0
-        self.unit = ""  # that FSDP or DDP is busy with
+        self.unit = ""  # the one that FSDP or DDP is busy with
         self.unit_names = {}  # {module: name}
 
     def mark(self, where):
@@ -206,7 +206,7 @@ class Ledger(TorchDispatchMode):
             self.micro_batch += 1
 
     def row(self):
-        """The timeline's row: how many changes there were since the step began."""
+        """The timeline's row: the number of changes since the step began."""
         start, _ = self.marks[0]
         return len(self.changes) - start
 
@@ -230,7 +230,7 @@ class Ledger(TorchDispatchMode):
             self.events.append(new)
 
     def label(self, kind, tensors, pinned=True):
-        """Note what the tensors of a pytree are."""
+        """Note the kind of the tensors in a pytree."""
         for t in tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
                 self.note(storage_of(t), kind, pinned)
@@ -291,12 +291,12 @@ class Ledger(TorchDispatchMode):
         return done
 
     def name_last(self, name):
-        """The last operation stands for another one."""
+        """Rename the last operation, which stands for another one."""
         if self.micro_batch:
             self.program[-1].name = name
 
     def sizes(self, tensors):
-        """[(what is known of its storage, bytes)] of the tensors in a pytree."""
+        """[(its storage's Entry, bytes)] of the tensors in a pytree."""
         found = []
         for t in tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
@@ -307,7 +307,7 @@ class Ledger(TorchDispatchMode):
         return found
 
     def timeline(self):
-        """The step alone: row 0 is what there is before it, row n after n changes."""
+        """(timeline, marks) of the step alone: row 0 is before it, row n after n changes."""
         changes = np.zeros((len(self.changes), len(KINDS)))
         for row, (entry, size) in zip(changes, self.changes):
             if entry.kind == "host" and entry.pinned and self.pins_host_memory:
@@ -319,12 +319,12 @@ class Ledger(TorchDispatchMode):
 
 
 def power_of_two(size):
-    """The bytes that PyTorch pins for so many: the next power of two."""
+    """The bytes that PyTorch pins for `size` of them: the next power of two."""
     return 1 << (size - 1).bit_length()
 
 
 def local(t):
-    """What has memory: a DTensor wraps this rank's rows, and torchao wraps float8's rows."""
+    """The tensor with memory: a DTensor wraps this rank's rows, and torchao wraps float8's."""
     while is_traceable_wrapper_subclass(t):
         inner, _ = t.__tensor_flatten__()
         t = getattr(t, inner[0])
@@ -340,8 +340,8 @@ def storage_of(t):
 
 @contextmanager
 def stand_ins(fake, ledger, cfg, on_gpu, attention):
-    """What the rehearsal puts in place of PyTorch's own, where fake tensors need it, where
-    memory changes unseen, and where a CPU's kernel keeps other things than a GPU's."""
+    """Replace parts of PyTorch: where fake tensors need it, where memory changes unseen, and
+    where a CPU's kernel keeps other tensors for backward than a GPU's."""
     resize = torch.UntypedStorage.resize_
     materialize = fsdp.materialize
     to = torch.Tensor.to
@@ -356,7 +356,7 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
 
     def listed_fully_shard(module, offload_policy, **options):
         is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
-        for inner in module.modules():  # what is a unit by itself has been here before
+        for inner in module.modules():  # units inside it have been here before
             memory.setdefault(inner, "host" if is_offloaded else "parameters")
         fully_shard(module, offload_policy=offload_policy, **options)
 
@@ -370,7 +370,7 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
     def to_other_memory(t, *args, **kwargs):
         if "non_blocking" not in kwargs:
             return to(t, *args, **kwargs)
-        copy = t.clone()  # PyTorch would spare it, since all is on one CPU here
+        copy = t.clone()  # PyTorch would skip it, since all is on one CPU here
         ledger.name_last("copy")
         if ledger.kind(t) != "host":
             ledger.label("host", copy)
@@ -382,7 +382,7 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
         ledger.label("host", copy)
         return copy
 
-    def of_unit(method):  # which unit it is that FSDP gathers, frees or reduces
+    def of_unit(method):  # notes the unit that FSDP gathers, frees or reduces
         def call(group, *args):
             with ledger.busy_with(group.modules[0]):
                 return method(group, *args)
@@ -395,8 +395,8 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
         return clip(*args)
 
     def update_nothing(params, grads, *moments, **kwargs):
-        """It works in place and allocates nothing. For fake DTensors PyTorch would run it on
-        copies of all of them."""
+        """AdamW's kernel works in place and allocates nothing. With fake DTensors PyTorch would
+        run it on copies of all of them."""
         if not ledger.micro_batch:
             return
         for name, on_host in (("update", False), ("update on the host", True)):
@@ -440,12 +440,12 @@ def gpu_kernels(attention):
     def without_dropout(*args, dropout_p=0.0, **kwargs):
         return fused_attention(*args, **kwargs)
 
-    # A GPU's kernel keeps a byte for each number, a CPU's as many as x has.
+    # A GPU's kernel keeps a byte per number, a CPU's as many bytes as x has.
     def dropout(x, p=0.5, training=True, inplace=False):
         return torch.native_dropout(x, p, training)[0] if p and training else x
 
-    # A GPU's kernel keeps x and a number a row, as layer_norm does; a CPU's two more x in
-    # fp32. Under autocast a GPU's x is fp32.
+    # A GPU's kernel keeps x and a number per row, as layer_norm does; a CPU's also keeps two
+    # copies of x in fp32. Under autocast a GPU's x is fp32.
     def rms_norm(x, shape, weight=None, eps=None):
         if torch.is_autocast_enabled("cpu"):
             x = x.float()
@@ -479,7 +479,7 @@ def ddp_in(reduce_dtype, ledger):
             return self.module(*args)
 
         def register_comm_hook(self, state, hook):
-            """It would reduce in reduce_dtype, and so does this class."""
+            """DDP's hook reduces in reduce_dtype, and so does this class."""
 
         def reduce(self, p):
             if self.require_backward_grad_sync:

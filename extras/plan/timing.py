@@ -1,6 +1,6 @@
 """
-How long does a step take? The rehearsal records what each stream of a GPU is asked for; here it
-gets prices, and the streams run side by side, as FSDP2 lets them.
+The time of a step. The rehearsal records the work of each of a GPU's streams; here it gets prices,
+and the streams run side by side, as FSDP2 lets them.
 
     timeline, marks, events, program = rehearse(cfg, world)
     cluster = Cluster(GPUS["H100"], gpus_per_node=8, network=50e9)
@@ -25,14 +25,14 @@ from metrics import PEAK_FLOPS
 
 # ---------- the machine -------------------------------------------------------
 
-# What kernels reach of the peak bandwidth of memory: a judgement. From 0.7 to 1.0 the
+# The share of memory's peak bandwidth that kernels reach: a judgement. From 0.7 to 1.0 the
 # mean error changes by less than a point.
 MEMORY_SHARE = 0.85
 KERNEL = 4e-6  # seconds that a kernel takes at least, with its launch
-# While a collective runs, compute is slower, as it takes cores and memory too: so much of the
-# collective's time is lost.
+# While a collective runs it takes cores and memory from compute, which loses this share of the
+# collective's time.
 TAKEN = 1 / 6
-# NCCL's model of a ring (its tuning.cc): seconds a call, a hop in a node, a hop to another.
+# NCCL's model of a ring (its tuning.cc): seconds per call, per hop in a node, per hop to another.
 CALL = 8.4e-6
 HOP = 3.4e-6
 HOP_ACROSS = 14e-6
@@ -47,7 +47,7 @@ class GPU:
     products: float  # the share of the peak that matrix products reach
     memory: float  # bytes/s
     nvlink: float  # bytes/s that a ring reaches
-    network: float  # bytes/s of a GPU's line to other nodes
+    network: float  # bytes/s per GPU to other nodes
     gib: float  # of memory
     attention: dict  # FLOP/s of its kernels, forward and backward, with heads of (128, 64)
 
@@ -58,7 +58,7 @@ A100 = GPU(
     products=0.783,  # fitted; 0.869 by Bekman's table of maximum achievable matmul FLOPS
     memory=2.039e12,  # data sheet
     nvlink=235e9,  # Bekman's all-reduce of 4 GB on 8
-    network=25e9,  # 1,600 Gb/s a node
+    network=25e9,  # 1,600 Gb/s per node
     gib=80,
     attention=dict(  # flash-attention's charts
         flash2=(203e12, 176e12),
@@ -71,7 +71,7 @@ H100 = GPU(
     products=0.663,  # fitted; 0.803 by Bekman
     memory=3.35e12,
     nvlink=360e9,  # an estimate
-    network=50e9,  # 3,200 Gb/s a node
+    network=50e9,  # 3,200 Gb/s per node
     gib=80,
     attention=dict(  # flash-attention's charts; cudnn's an estimate
         flash2=(338e12, 296e12),
@@ -104,13 +104,13 @@ ATTENTION = ("flash2", "triton", "cudnn", "written_out")
 class Cluster:
     gpu: GPU
     gpus_per_node: int
-    network: float  # bytes/s of a GPU's line to other nodes
+    network: float  # bytes/s per GPU to other nodes
     attention: str = "flash2"
     compiled: bool = False
 
 
 def find_gpu(name):
-    """By its name here or in PyTorch, or by PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s."""
+    """A GPU by its name here or in PyTorch, or by PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s."""
     gpu = known_gpu(name)
     if gpu:
         return gpu
@@ -144,7 +144,7 @@ def known_gpu(name):
 
 
 def this_gpu():
-    """This machine's, None if it has none that is known."""
+    """This machine's GPU; None if it has none, or an unknown one."""
     if torch.cuda.is_available():
         return known_gpu(torch.cuda.get_device_name(0))
     return None
@@ -154,7 +154,7 @@ def this_gpu():
 
 
 def price(op, cluster):
-    """What an Operation costs by itself."""
+    """Seconds of an Operation by itself."""
     if op.event:
         return price_collective(op, cluster)
     gpu = cluster.gpu
@@ -188,7 +188,7 @@ def price_collective(op, cluster):
     latency = CALL + across * HOP_ACROSS + (hops - across) * HOP
     rate = cluster.gpu.nvlink
     if nodes > 1:
-        # A ring leaves a node by the lines of all its GPUs there.
+        # A ring leaves a node over the lines of all its GPUs in that node.
         rate = min(rate, in_node * cluster.network)
     sent = hops * op.size / event.ranks
     return op.calls * latency + sent / rate
@@ -198,8 +198,8 @@ def price_collective(op, cluster):
 
 
 def fuse(program):
-    """The program with neighbours that are no products as one operation each: it reads what comes
-    from outside of it, and writes what is read outside."""
+    """The program, with each run of neighbours that are no products fused into one operation. It
+    reads only storages from outside, and writes only storages that are read outside."""
     last_read = {}
     for i, op in enumerate(program):
         if isinstance(op, Operation):
@@ -216,8 +216,8 @@ def fuse(program):
 
 
 def fuses(op):
-    """Where it does, if it is one of the model's own operations; not what FSDP2 does, nor the
-    optimizer."""
+    """The place in the step, if op is one of the model's own operations; None for products and
+    for the work of FSDP2 and the optimizer."""
     if not isinstance(op, Operation) or op.flops or op.event:
         return None
     in_model = op.where.startswith(("forward", "backward"))
@@ -249,15 +249,15 @@ class Span:
 
 
 def run(program, cluster, micro_batches):
-    """A Step of so many micro-batches. An operation begins when its stream has done what it was
-    asked for before, and what it was told to wait for has ended."""
+    """A Step of `micro_batches`. An operation begins when its stream has finished all before it,
+    and the events it waits for have come."""
     if cluster.compiled:
         program = fuse(program)
-    now = defaultdict(float)  # of a stream, or of a group of ranks: how far it is
-    reached = {}  # of an event: when it is
+    now = defaultdict(float)  # {stream, or group of ranks: when it is free}
+    reached = {}  # {event: when it comes}
     spans = []
     waits = []  # [(from, to)] in which compute waits for communication
-    lost = 0.0  # seconds that collectives have taken from compute, and it has not waited anyway
+    lost = 0.0  # seconds that collectives take from compute, beyond those it waits anyway
     for op in program:
         start = now[op.stream]
         if isinstance(op, Record):
@@ -303,7 +303,7 @@ class Step:
             self.clock[1].append(span.end)
             self.ends[span.op.part()] = span.end
 
-        # The last but one stands for those that were left out, or are too many.
+        # The last micro-batch but one stands for those left out, or in excess.
         last = self.compute[-1]
         rehearsed = last.op.part() - 1
         more = micro_batches - rehearsed
@@ -321,8 +321,8 @@ class Step:
         """Seconds from start to end in which compute waits."""
         return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.waits)
 
-    def moments(self, rows):
-        """When compute comes to these rows of the timeline."""
+    def times_at(self, rows):
+        """Seconds at which compute comes to these rows of the timeline."""
         return np.interp(rows, *self.clock)
 
     def span(self, event):
@@ -330,7 +330,7 @@ class Step:
         found = [span for span in self.collectives if span.op.event is event]
         if found:
             return found[0].start, found[-1].end
-        now = self.moments(event.row)
+        now = self.times_at(event.row)
         return now, now
 
 
@@ -338,8 +338,8 @@ class Step:
 
 
 def grown(program, times, group=0, rows=True):
-    """The program on so many times more ranks. group: of hybrid_shard, the ranks that share a
-    copy, which stay as many. rows: does a rank then have fewer of them?"""
+    """The program on `times` as many ranks. group: hybrid_shard's ranks per copy, whose number
+    stays. rows: True if a rank then has fewer of them."""
     bigger = []
     for op in program:
         if isinstance(op, Operation):
@@ -347,7 +347,7 @@ def grown(program, times, group=0, rows=True):
                 ranks = round(op.event.ranks * times)
                 op = replace(op, event=replace(op.event, ranks=ranks))
             elif rows and (op.stream is not COMPUTE or op.where in UPDATE):
-                # What FSDP2 copies beside compute, clipping and the update.
+                # FSDP2's copies beside compute, clipping and the update.
                 op = replace(op, reads=fewer(op.reads, times), writes=fewer(op.writes, times))
         bigger.append(op)
     return bigger
@@ -358,7 +358,7 @@ def fewer(sizes, times):
 
 
 def calibrated(program, cluster, micro_batches, seconds):
-    """The cluster with the share of the peak at which a step takes so long. SystemExit if there
+    """The cluster with the share of the peak at which a step takes `seconds`. SystemExit if there
     is none."""
     def at(share):
         return replace(cluster, gpu=replace(cluster.gpu, products=share))
@@ -367,8 +367,8 @@ def calibrated(program, cluster, micro_batches, seconds):
     longest, shortest = [run(program, at(share), micro_batches).seconds for share in (low, high)]
     if not shortest <= seconds <= longest:
         raise SystemExit(
-            f"--measured: that is {seconds:.3g} s a step, and it could be {shortest:.3g} to "
-            f"{longest:.3g}, whatever products reach; are --gpu and the keys those of the run?")
+            f"--measured: that is {seconds:.3g} s per step, and the plan's range is {shortest:.3g} "
+            f"to {longest:.3g}, whatever products reach; pass the run's own --gpu and keys")
     while high - low > 1e-5 * high:
         middle = (low + high) / 2
         if run(program, at(middle), micro_batches).seconds > seconds:

@@ -362,7 +362,7 @@ def test_plan_recipes_say_their_peak_and_time(name):
     cluster = timing.Cluster(timing.H100, 8, timing.H100.network, compiled=cfg.compile)
     micro_batches = cfg.gradient_accumulation_steps // int(said[1])
     step = timing.run(one["program"], cluster, micro_batches)
-    seconds = re.search(r"^# With --gpu=H100 it plans ([\d.]+) s a step", open(path).read(), re.M)
+    seconds = re.search(r"^# With --gpu=H100 it plans ([\d.]+) s per step", open(path).read(), re.M)
     # At the end of backward torch 2.13 waits for the root's reduction before it reduces an
     # embedding that is a unit, as llama3_8b's; 2.15 waits once, for both, and saves 0.3 ms.
     assert step.seconds == pytest.approx(float(seconds[1]), abs=0.001)
@@ -416,8 +416,8 @@ def test_plan_without_pytorchs_private_parts_is_one_line(monkeypatch, name):
 TINY = ["--n_layer=3", "--n_head=3", "--n_embd=30", "--block_size=16", "--batch_size=1",
         "--vocab_size=67", "--bias=True"]  # rows that 7 ranks do not divide
 WAYS = {name: (7, [f"--strategy={name}"]) for name in STRATEGIES if name != "single"}
-for name, row in STRATEGIES.items():
-    if row.in_groups:
+for name, strategy in STRATEGIES.items():
+    if strategy.in_groups:
         WAYS[name] = 16, [f"--strategy={name}", "--shard_group_size=4"]
 ON_ALL = [
     *([f"--grad_sync={sync}", f"micro_batches={n}"] for sync in ("every", "last") for n in (2, 5)),
@@ -608,7 +608,7 @@ def test_plan_fits_in_nine_tenths_of_a_gpu_and_a_nodes_host_memory(size, host, d
     timeline[1:, :2] = (host, 1), (0, device)
     seen = timeline, [(0, "forward"), (1, "optimizer")], [], []
     with patch.object(plan, "rehearse", lambda *args: seen):
-        one = plan.plan(*plan.place(load_config([]), size, machine), machine)
+        one = plan.plan(*plan.place(load_config(["--strategy=full_shard"]), size, machine), machine)
     assert (one["host"], one["peak"], one["fits"]) == (min(size, 8) * host, device, fits)
     assert one["where"] == ("forward" if device == 1 else "optimizer")
 
@@ -737,7 +737,7 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     assert fits == dict(single=False, ddp=False, shard_grad_op=False, full_shard=True,
                         hybrid_shard=True)
     assert ("planned with gradient_accumulation_steps=2048 instead of 1536, a multiple of 1024: "
-            "2 x batch_size 1 x 2,048 tokens a GPU and step") in p.stdout
+            "2 x batch_size 1 x 2,048 tokens per GPU and step") in p.stdout
 
 
 def drawn(monkeypatch, *argv):
@@ -779,7 +779,7 @@ def test_plan_plot_shows_the_peak(tmp_path, capsys, monkeypatch, gpu_memory):
     for row, panel in zip(rows, figure.axes):
         filled = [c for c in panel.collections if isinstance(c, collections.PolyCollection)]
         step = row["step"]
-        x = step.moments(range(len(row["timeline"]))) - step.begin(row["events"][-1].micro_batch)
+        x = step.times_at(range(len(row["timeline"]))) - step.begin(row["events"][-1].micro_batch)
         total = row["timeline"][x >= 0, 1:].sum(axis=1) / 2**20
         outline = filled[-1].get_paths()[0].vertices  # of the activations: below, and back on top
         drawn_x, y = outline[-2:-2 - len(total):-1].T

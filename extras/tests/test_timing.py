@@ -249,7 +249,7 @@ def test_timing_collectives_begin_in_the_order_that_was_rehearsed(argv, size):
         if e.what == "all_gather" and e.where == f"forward, {e.unit}":
             here = [op.row for op in program if isinstance(op, Operation) and op.head
                     and (op.where, op.micro_batch) == (e.where, e.micro_batch)]
-            assert step.span(e)[1] < step.moments(here[0])
+            assert step.span(e)[1] < step.times_at(here[0])
 
 
 # -----------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_timing_columns_and_the_whole_run(capsys):
     hours = 3e9 / rate / 3600
     assert f"{hours / 8 / 24:,.2f} days" in "\n".join(lines)
     assert f"{hours:,.0f} GPU-hours" in lines
-    assert f"{2.5 * hours:,.0f} dollars, at 2.5 a GPU-hour" in lines
+    assert f"{2.5 * hours:,.0f} dollars, at 2.5 per GPU-hour" in lines
     assert any("full power" in line and "evaluation" in line for line in lines)
 
 

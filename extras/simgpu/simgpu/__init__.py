@@ -7,7 +7,7 @@ A simulated CUDA device, for PyTorch on a machine without one.
     with simgpu.watch() as seen:
         train_step(model.to("cuda"), batch)
     assert seen.races == []  # two streams, or a stream and the host, at the same memory
-    assert seen.waits == []  # what made the host wait for the device, and where
+    assert seen.waits == []  # where the host waited for the device, and for which operation
     print(seen.report())
 
 or, without a change to a program:
@@ -15,8 +15,7 @@ or, without a change to a program:
     SIM_GPUS=2 torchrun --nproc_per_node=2 -m simgpu train.py
 
 Tensors on "cuda" have CUDA's device and rules. Their bytes are in host memory, and CPU kernels
-compute on them, so the numbers are real. README.md, beside
-this directory, says what is simulated.
+compute on them, so the numbers are real. README.md, beside this directory, says what is simulated.
 
     build.py      builds device.cpp with g++ when it is first needed
     device.cpp    memory, streams, copies, kernels
@@ -41,8 +40,8 @@ TORCH = torch_dir()
 if "torch" in sys.modules:
     raise CannotBuild("simgpu: import it before torch, which asks for CUDA only once")
 os.environ.setdefault("SIM_GPUS", "1")
-# The library names those of PyTorch, but not where they are: so they are loaded first, a CUDA
-# build's too. What is registered twice is then taken from the last, which is ours.
+# The library names PyTorch's libraries without their paths, so they are loaded first, a CUDA
+# build's too. Of two functions that are registered for one operation the last counts: ours.
 ctypes.CDLL(os.path.join(TORCH, "lib", "libtorch.so"))
 device = ctypes.CDLL(library())
 for _name in ("allocated", "peak", "pinned", "pinned_peak", "late"):
@@ -54,24 +53,24 @@ import torch  # noqa: E402
 device.simgpu_install(os.path.exists(os.path.join(TORCH, "lib", "libtorch_cuda.so")))
 
 
-# ---------- what was seen -----------------------------------------------------
+# ---------- events ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Event:
     kind: str  # race, wait, copy or collective
     what: str
-    bytes: int  # that are copied or sent
-    waits: bool  # does the host wait for it?
+    bytes: int  # copied or sent
+    waits: bool  # True if the host waits for it
     where: str  # innermost first: "fsdp.py:331 < train.py:252", and where in PyTorch
 
     def __str__(self):
         return f"{self.kind}: {self.what}, at {self.where}"
 
 
-@dataclass(eq=False)  # two may have seen the same, and only one of them ends
+@dataclass(eq=False)  # two may hold equal events, and only one of them ends
 class Seen:
-    """What happened inside of a `with simgpu.watch()`, in order."""
+    """The events inside a `with simgpu.watch()`, in order."""
     events: list = field(default_factory=list)
 
     def of(self, kind):
@@ -94,7 +93,7 @@ class Seen:
         return [event for event in self.events if event.waits]
 
     def report(self):
-        """Races, and what the host has waited for, as text; equal ones once."""
+        """Races and the host's waits as text; equal ones once, with their number."""
         lines = {}
         for event in self.races + self.waits:
             lines[str(event)] = lines.get(str(event), 0) + 1
@@ -102,7 +101,7 @@ class Seen:
 
 
 watchers = []
-forbidden = False  # to wait: torch.cuda.set_sync_debug_mode("error")
+forbidden = False  # True: waits raise, by torch.cuda.set_sync_debug_mode("error")
 
 
 @contextmanager
@@ -129,13 +128,13 @@ def listener(kind, what, size, waits):
     return int(forbidden and bool(waits))
 
 
-# Of PyTorch's frames, those that say nothing.
+# The frames of PyTorch that say nothing.
 SKIPPED = ("/_ops.py", "/library.py", "/_tensor.py", "/_device.py", "/overrides.py",
            "/eval_frame.py", "/_dispatch_utils.py", "/_compile.py")
 
 
 def call_site(depth=3):
-    """The innermost frames outside of PyTorch and Python's library, and PyTorch's innermost."""
+    """The innermost frames outside PyTorch and Python's library, and PyTorch's innermost."""
     own = []
     inside = ""
     frame = sys._getframe(1)
@@ -160,7 +159,7 @@ atexit.register(device.simgpu_listen, None)  # tensors are freed later than Pyth
 
 
 def set_memory(gib):
-    """How much memory a GPU has: a larger allocation is torch.OutOfMemoryError."""
+    """Set the memory per GPU: a larger allocation raises torch.OutOfMemoryError."""
     ctypes.c_int64.in_dll(device, "simgpu_memory_of_a_device").value = int(gib * 2**30)
 
 
@@ -168,7 +167,7 @@ set_memory(float(os.environ.get("SIM_GPU_MEMORY", 80)))
 
 
 def devices_used():
-    """The GPUs that this process has used. On each CUDA would keep hundreds of MB."""
+    """The GPUs that this process has used. CUDA would keep hundreds of MB on each."""
     return [i for i in range(int(os.environ["SIM_GPUS"])) if device.simgpu_used(i)]
 
 

@@ -1,9 +1,9 @@
 """
 torch.cuda's functions, for the simulated device.
 
-torch.cuda asks the driver, through functions that a CPU build lacks. What a training needs of it is
+torch.cuda asks the driver, through functions that a CPU build lacks. Those that training needs are
 here, by PyTorch's own device-independent interface (torch.accelerator, torch.Stream) where it has
-one. What is not here fails as in a CPU build.
+one. The others fail as in a CPU build.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ CAPABILITY = (9, 0)
 
 
 def index_of(device=None):
-    """Of None the current device's; of 1, "cuda:1" and torch.device("cuda", 1) 1."""
+    """A device's index: the current one's for None; 1 for 1, "cuda:1", torch.device("cuda", 1)."""
     if isinstance(device, int):
         return device
     index = torch.device(device).index if device is not None else None
@@ -34,7 +34,7 @@ def index_of(device=None):
 
 
 def initialize():
-    """CUDA is, by its first use. A DeviceMesh sets the device only if it has not been used."""
+    """CUDA's first use does it. A DeviceMesh sets the device only if CUDA has not been used."""
     torch.cuda._initialized = True
 
 
@@ -122,7 +122,7 @@ def reset_peak_memory_stats(device=None):
 
 
 def memory_stats(device=None):
-    """Nothing is cached, and nothing is fragmented: what is allocated is reserved."""
+    """Nothing is cached or fragmented: reserved bytes are the allocated ones."""
     now, peak = memory_allocated(device), max_memory_allocated(device)
     stats = {"num_alloc_retries": 0, "num_ooms": 0}
     for kind in ("allocated", "reserved", "active", "requested"):
@@ -132,7 +132,7 @@ def memory_stats(device=None):
 
 
 def host_memory_stats():
-    """Of pinned memory."""
+    """Statistics of pinned memory."""
     return {"allocated_bytes.current": sim.simgpu_pinned(),
             "allocated_bytes.peak": sim.simgpu_pinned_peak()}
 
@@ -147,7 +147,7 @@ def mem_get_info(device=None):
 
 
 def resize_storage(storage, size):
-    """UntypedStorage.resize_, which FSDP allocates and frees by."""
+    """UntypedStorage.resize_, by which FSDP allocates and frees."""
     if storage.device.type != "cuda":
         return resize_of_pytorch(storage, size)
     t = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -170,7 +170,7 @@ def manual_seed(seed):
     torch.cuda.default_generators[index_of()].manual_seed(int(seed))
 
 
-# ---------- in their place ----------------------------------------------------
+# ---------- put in torch.cuda's place -----------------------------------------
 
 
 def nothing(*args, **kwargs):

@@ -1,8 +1,8 @@
 """
 NCCL, by gloo on the same bytes.
 
-A communicator is gloo's, on connections of its own. It takes what NCCL takes: contiguous tensors of
-one GPU, and each rank has a GPU of its own. The order of streams is NCCL's (device.cpp, section 6).
+A communicator is gloo's, on connections of its own. Like NCCL it takes only contiguous tensors of
+one GPU, and each rank needs its own. The order of streams is NCCL's (device.cpp, section 6).
 """
 
 import socket
@@ -24,7 +24,7 @@ COLLECTIVES = (
 
 
 class ProcessGroupNCCL(dist.ProcessGroupGloo):
-    """What PyTorch makes of the backend "nccl"."""
+    """PyTorch's process group for the backend "nccl"."""
 
     class Options:
         is_high_priority_stream = False
@@ -38,7 +38,7 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
     def __init__(self, store, rank, size, options=None, device=None):
         options = options or self.Options()
         super().__init__(store, rank, size, timeout=options._timeout)
-        # Its operations go by a group whose CPU backend this is.
+        # Its operations run in a group whose CPU backend this is.
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._register_backend(
             torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self)
@@ -50,9 +50,8 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
             self.connect(device)
 
     def connect(self, device):
-        """When the group is made, from torch 2.15 on, which says on which device: on GPU LOCAL_RANK
-        modulo their number. Before that at the first collective. Each rank must have a GPU of
-        its own."""
+        """Set the device: from torch 2.15 on when the group is made, GPU LOCAL_RANK modulo their
+        number; before that at the first collective. Each rank must have a GPU of its own."""
         self.device = device
         mine = f"{socket.gethostname()} {device}"
         self.store.set(f"gpu of {self.rank()}", mine)
@@ -64,7 +63,7 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
                     f"{device}")
 
     def require(self, name, tensors):
-        """What NCCL takes."""
+        """ValueError if NCCL would not take these tensors."""
         devices = {t.device for t in tensors}
         if len(devices) > 1:
             raise ValueError(f"NCCL: {name} of tensors on {sorted(map(str, devices))}")
@@ -84,12 +83,12 @@ def tensors_in(tree):
 
 
 def communicator(group):
-    """The group's NCCL; None if it has gloo alone, which takes a GPU's tensors too."""
+    """The group's NCCL; None if it has only gloo, which takes a GPU's tensors too."""
     return ProcessGroupNCCL.made.get(dist.ProcessGroup.unbox(group).group_name)
 
 
 def implementation(name):
-    """Of torch.ops.c10d.<name>, for tensors on CUDA."""
+    """torch.ops.c10d.<name> for tensors on CUDA."""
     op = getattr(torch.ops.c10d, name).default
     names = [arg.name for arg in op._schema.arguments]
     group_at = names.index("process_group")
@@ -107,7 +106,7 @@ def implementation(name):
                 writes += tensors_in(arg)
         if nccl:
             nccl.require(name, tensors)
-        else:  # it copies them through the host's memory
+        else:  # gloo copies them through the host's memory
             torch.cuda.synchronize(tensors[0].device)
         ranks = dist.ProcessGroup.unbox(group).size()
         size = max(sum(t.nbytes for t in reads), sum(t.nbytes for t in writes))
@@ -127,7 +126,7 @@ def implementation(name):
 
 @torch._disable_dynamo
 def barrier(tensor, group, *args):
-    """NCCL's makes the host wait."""
+    """As NCCL's, it makes the host wait."""
     nccl = communicator(group)
     if nccl:
         nccl.require("barrier", [tensor])
@@ -138,14 +137,14 @@ def barrier(tensor, group, *args):
 
 for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2"):  # from torch 2.15 on the second is used
     setattr(c10d, name, ProcessGroupNCCL)
-# PyTorch's C++ would split a group that knows its device, into groups of gloo's alone.
+# PyTorch's C++ would split a group that knows its device into groups that have only gloo.
 dist.ProcessGroup.bound_device_id = property(lambda self: None, lambda self, device: None)
 c10d._NCCL_AVAILABLE = True
 torch.cuda.nccl.version = lambda: (2, 29, 0)
 c10d.is_nccl_available = dist.is_nccl_available = lambda: True
 library = torch.library.Library("c10d", "IMPL")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that they are not the first
+    warnings.simplefilter("ignore")  # that they replace others
     for name in COLLECTIVES:
         if hasattr(torch.ops.c10d, name):
             library.impl(name, implementation(name), "CUDA", allow_override=True)
