@@ -33,7 +33,7 @@ import zipfile
 import zlib
 from concurrent import futures
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
-from configurator import model_args
+from configurator import as_dict, model_args
 from data.loader import SafeUnpickler, data_dir, read_meta
 from fsdp import broadcast_full, gather_full, tied_names
 from ranks import (
@@ -669,7 +669,7 @@ class Saver:
         is_best = improved and not self.cfg.always_save_checkpoint
         header = dict(
             model_args=model_args(self.cfg),
-            config=asdict(self.cfg),
+            config=as_dict(self.cfg),
             **describe_parameters(model, optimizer, tensors),
             scaler=scaler.state_dict() or None,
             meta=self.meta,
