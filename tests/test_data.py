@@ -3,8 +3,7 @@ Data: the order of windows, formats and vocabularies (loader.py), and any text (
 
     python -m pytest -q tests/test_data.py
 
-What all of these commands refuse is in test_mistakes.py, tokenizers of the `tokenizers` library in
-test_llama.py.
+What all of these commands refuse is in test_mistakes.py.
 """
 
 import ctypes
