@@ -1,32 +1,55 @@
 """
-Chats as text, and what in it the assistant says.
+Chats as documents: their text, and which part of it the assistant says.
 
-    text = conversation(row, column, where)    # its messages, as JSON
-    turns(text, template)    # [(what the chat template makes of it, spans of the assistant's)]
+    chat = chat_of("messages", row, where)    # of a row's messages
+    chat.documents(encoder)                   # its text, as the chat template writes it
 
-The tokenizer's own chat template writes them, by the transformers library, which defines what
-such a template may do. What the assistant says is found by writing the conversation up to
-its turn, as one asks the model for it, and then with the turn: the difference is what the
-model has to say there, its end-of-turn token too. That needs nothing of the template itself.
+The tokenizer's own chat template writes the text, by the transformers library, which defines
+what such a template may do. To find what the assistant says, each of its turns is written
+twice: the conversation up to the turn, as one asks the model for it, and the conversation with
+it. The difference is what the model has to say there, with its end-of-turn token. This works
+with any template.
 
-Some templates write an earlier turn otherwise than the last one: they drop its thinking. Then
-each turn becomes a document of its own, with the conversation up to it.
+Some templates write a turn differently when others follow: they drop its thinking. Then each
+turn becomes a document of its own, with the conversation before it.
 """
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.documents import Document
+
 ROLES = {"human": "user", "gpt": "assistant"}  # {ShareGPT's name: that of the templates}
 
 
-# ---------- rows --------------------------------------------------------------
 
 
-def conversation(row, column, where):
-    """The messages of a row, as JSON; "" if it has no turn of the assistant to learn.
-    SystemExit if they are no text. where: for the message."""
+@dataclass
+class Chat:
+    """A conversation, before a template writes it: workers do that."""
+
+    messages: list  # [{role, content}]
+
+    @property
+    def key(self):
+        """A string that identifies the chat, like Document.key."""
+        return json.dumps(self.messages, ensure_ascii=False)
+
+    def documents(self, encoder):
+        """[Document]: the whole conversation, or each of its turns if the template writes
+        earlier ones differently."""
+        return turns(self.messages, chat_template(encoder.file))
+
+
+# ---------- from rows to messages ---------------------------------------------
+
+
+def chat_of(column, row, where):
+    """The Chat of a row; None if it has no turn of the assistant to learn. SystemExit if its
+    messages are not text. where: names the row in errors."""
     names = ("messages", "conversations") if column == "text" else (column,)
     if row.keys().isdisjoint(names):
         lists = [name for name, found in row.items() if isinstance(found, list)]
@@ -37,10 +60,10 @@ def conversation(row, column, where):
     # In a file of both kinds each row has both columns, and null in one.
     found = next(filter(None, map(row.get, names)), [])
     messages = [message(one, where) for one in found]
-    # A turn that nothing comes before has no prompt.
+    # A first turn of the assistant has no prompt, so nothing teaches the model to say it.
     if all(one["role"] != "assistant" for one in messages[1:]):
-        return ""
-    return json.dumps(messages, ensure_ascii=False)
+        return None
+    return Chat(messages)
 
 
 def message(one, where):
@@ -64,15 +87,15 @@ def message(one, where):
     return {**more, "role": ROLES.get(role, role), "content": content or ""}
 
 
-# ---------- text --------------------------------------------------------------
+# ---------- from messages to text ---------------------------------------------
 
 
 class Template(NamedTuple):
     render: Any  # function: (messages, add_generation_prompt) -> text
-    special: tuple  # the tokens that are no text, one of which ends a turn
+    special: tuple  # the special tokens, one of which ends a turn
 
 
-@cache  # a worker of prepare.py asks for each chunk
+@cache  # a worker of prepare.py asks for each chat
 def chat_template(file):
     """The Template beside a tokenizer.json. SystemExit if there is none."""
     try:
@@ -96,32 +119,34 @@ def chat_template(file):
     return Template(render, tuple(theirs.get_added_vocab()))
 
 
-def turns(text, template):
-    """[(text, [(start, end) of the characters that the assistant says])]: of the whole
-    conversation, or of each turn if the template writes earlier ones otherwise."""
-    messages = json.loads(text)
+def turns(messages, template):
+    """[Document]: see Chat.documents. The spans are what the assistant says."""
     found = []
     try:
         whole = template.render(messages)
         for i, one in enumerate(messages):
             if one["role"] == "assistant" and i > 0:
                 prompt = template.render(messages[:i], add_generation_prompt=True)
-                written = template.render(messages[:i + 1])
-                if not written.startswith(prompt):
+                text = template.render(messages[:i + 1])
+                if not text.startswith(prompt):
                     raise ValueError(
                         f"it asks for a turn with {prompt[-40:]!r}, and does not begin it so")
-                found.append((written, [(len(prompt), end_of_turn(written, template))]))
+                span = (len(prompt), end_of_turn(text, template))
+                found.append(Document(text, [span], has_special_tokens=True))
     except Exception as e:  # templates raise for roles that they do not take, and much more
         reason = " ".join(str(e).split())[:200]
+        start = json.dumps(messages, ensure_ascii=False)[:80]
         raise SystemExit(
-            f"{text[:80]}: the chat template does not take this conversation: {reason}; leave "
+            f"{start}: the chat template does not take this conversation: {reason}; leave "
             "it out, or mend the template in a copy of the tokenizer's directory")
-    if all(whole.startswith(written) for written, _ in found):
-        return [(whole, [span for _, spans in found for span in spans])]
+    if all(whole.startswith(turn.text) for turn in found):
+        spans = [span for turn in found for span in turn.spans]
+        return [Document(whole, spans, has_special_tokens=True)]
     return found
 
 
-def end_of_turn(written, template):
-    """Behind its last special token a turn may have a line break, which nobody says."""
-    end = len(written.rstrip())
-    return end if written[:end].endswith(template.special) else len(written)
+def end_of_turn(text, template):
+    """Where the turn that ends the text ends. A line break after its last special token is
+    left out, since nobody says it."""
+    end = len(text.rstrip())
+    return end if text[:end].endswith(template.special) else len(text)

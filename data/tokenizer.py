@@ -92,7 +92,8 @@ def decode_bytes(tokens):
 
 class Encoder(NamedTuple):
     encode: Any  # function: str -> ids; begins a text as its model does, Llama with <s>
-    # function: str -> (ids, [(start, end)]), the characters of the text that a token stands for
+    # function: (str, add_special_tokens) -> (ids, [(start, end)]): the characters of the text
+    # that each token stands for
     spans: Any
     end: int  # the id that ends a document
     vocab_size: int
@@ -130,12 +131,12 @@ def encode_bytes(text):
     return np.frombuffer(text.encode(), np.uint8)
 
 
-def spans_of_bytes(text):
+def spans_of_bytes(text, add_special_tokens=True):  # there are none to add
     ids = encode_bytes(text)
     return ids, spans_of_pieces(text, [1] * len(ids))
 
 
-def spans_of_gpt2(bpe, text):
+def spans_of_gpt2(bpe, text, add_special_tokens=True):  # there are none to add
     ids = bpe.encode_ordinary(text)
     return ids, spans_of_pieces(text, map(len, bpe.decode_tokens_bytes(ids)))
 
@@ -154,9 +155,8 @@ def spans_of_pieces(text, sizes):
     return spans
 
 
-def spans_of_file(hf, text, **options):
-    """options: add_special_tokens=False leaves out <s> and the like."""
-    found = hf.encode(text, **options)
+def spans_of_file(hf, text, add_special_tokens=True):
+    found = hf.encode(text, add_special_tokens=add_special_tokens)  # <s> and the like
     return found.ids, found.offsets
 
 

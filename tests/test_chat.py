@@ -25,7 +25,8 @@ from test_data import (
 )
 
 from data import prepare as prepare_py
-from data.chat import conversation, message
+from data.chat import chat_of, message
+from data.documents import render
 from data.files import STATE, open_masks, open_split
 from data.tokenizer import encoder, gpt2_bpe
 
@@ -33,7 +34,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-ITEM = prepare_py.item_with_mask(np.dtype(np.uint16))
+JOB = prepare_py.Job("", np.dtype(np.uint16), 0.5, has_mask=True)
 SYSTEM, HI, HELLO, SUN, YES = (
     {"role": role, "content": text}
     for role, text in (("system", "Be brief."), ("user", "Hi, who is it?"),
@@ -110,11 +111,11 @@ def learned_parts(tokens, decode):
     return [decode([token for token, _ in run]) for learned, run in runs if learned]
 
 
-def masked(messages, path, window=1):
+def masked(messages, path):
     encoder.cache_clear()
-    text = conversation({"messages": messages}, "text", "row 1")
+    chat = chat_of("text", {"messages": messages}, "row 1")
     own = encoder(str(path))
-    return list(prepare_py.masked(text, own, ITEM, "chat", window))
+    return [prepare_py.items_with_mask(document, own, JOB) for document in chat.documents(own)]
 
 
 ALL = [SYSTEM, HI, HELLO, SUN, YES]
@@ -173,17 +174,17 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
                                {"role": "user", "content": parts}, {**YES, "tool_calls": None}]}]
     found = []
     for row in rows:
-        messages = json.loads(conversation(row, "text", ""))
+        messages = chat_of("text", row, "").messages
         found.append([(one["role"], one["content"]) for one in messages])
     assert found[0] == found[1] == [(m["role"], m["content"]) for m in ALL[1:]]
     both = {"role": None, "content": None, "from": "gpt", "value": "x"}  # of a file with both
     assert message(both, "")["content"] == "x"
-    assert conversation({"other": rows[0]["messages"]}, "other", "")
+    assert chat_of("other", {"other": rows[0]["messages"]}, "").messages == ALL[1:]
     for nothing in ([], None, [HI], [HELLO, HI]):  # nobody asked for the first turn
-        assert conversation({"messages": nothing}, "text", "") == ""
+        assert chat_of("text", {"messages": nothing}, "") is None
     for row, remedy in (({"body": ""}, '{"messages": [...]}'),
                         ({"id": 1, "talk": [HI]}, "--column for one of talk")):
-        line = refused(conversation, row, "text", "row 7")
+        line = refused(chat_of, "text", row, "row 7")
         assert "row 7: no column" in line and line.endswith(remedy)
     odd = [3, {"role": "user", "content": 3}, {"role": "user", "content": [{"type": "image"}]},
            {"from": None, "value": "x"}, {**YES, "tool_calls": [{"name": "f"}]}]
@@ -203,7 +204,7 @@ def test_chat_rows_of_a_file_of_several_kinds(tmp_path):
     found = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
     for row in found:
         assert row.keys() == {"messages", "conversations"}
-        messages = json.loads(conversation(row, "text", ""))
+        messages = chat_of("text", row, "").messages
         assert [(one["role"], one["content"]) for one in messages] == [
             ("user", HI["content"]), ("assistant", HELLO["content"])]
     assert messages[0]["name"] == "Ann"
@@ -244,9 +245,8 @@ def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeyp
     for a, b in itertools.product(texts, texts):
         row = dict(q=a, a=b)
         for template, ends in (("Q: {q}\nA: {a}", True), ("Q: {q}{a}\n", False)):
-            text = prepare_py.fill(template, row, "")
-            with_spans = prepare_py.fill(template, row, "", ["a"])
-            tokens, = prepare_py.masked(with_spans, own, ITEM, "learn", 1)
+            text = render(template, [], row, "").text
+            tokens = prepare_py.items_with_mask(render(template, ["a"], row, ""), own, JOB)
             ids = [*own.encode(text)]
             assert tokens["token"].tolist() == ids + (name != "ends") * [own.end]
             assert tokens["learned"][-1] == ends

@@ -43,6 +43,7 @@ from harness import (
 
 from data import loader
 from data import prepare as prepare_py
+from data.documents import Document
 from data.files import RECORD, STATE, header, shard_name
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
@@ -380,7 +381,7 @@ def test_shakespeare_holds_out_the_last_tenth(tmp_path, monkeypatch):
 def test_prepare_takes_the_cores_that_it_may_use(monkeypatch, cores):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-    assert f"one a core, here {cores})" in script("data/prepare.py", "--help").stdout
+    assert f"one per core, here {cores})" in script("data/prepare.py", "--help").stdout
 
 
 def documents(n=300):
@@ -435,8 +436,8 @@ def test_prepare_splits_by_text_in_any_format_order_and_number_of_workers(tmp_pa
 
 def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
     """By SHA-256, not by Python's hash, which each process seeds anew."""
-    how = ("bytes", np.dtype(np.uint16), 0.3)
-    _, val = prepare_py.encode([f"document {i}" for i in range(20)], *how)
+    job = prepare_py.Job("bytes", np.dtype(np.uint16), 0.3)
+    _, val = prepare_py.encode([Document(f"document {i}") for i in range(20)], job)
     numbers = [int(text.split()[1]) for text in split_documents(np.frombuffer(val, np.uint16))]
     assert numbers == [5, 6, 9, 11, 12, 14]
 
@@ -550,16 +551,16 @@ def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path, path):
 def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
     """Short documents go to a worker together, and long ones do not pile up in memory."""
     for lengths, expected in (([3 << 20, 9, 8], [1, 2]), ([1 << 18] * 9, [4, 4, 1])):
-        docs = [(number, "x" * n) for number, n in enumerate(lengths, 1)]
+        docs = [(number, Document("x" * n)) for number, n in enumerate(lengths, 1)]
         found = [(len(texts), last) for texts, last in prepare_py.chunks(docs)]
         assert found == list(zip(expected, itertools.accumulate(expected)))
     read = []
-    docs = (read.append(letter) or (letter, letter * (1 << 20)) for letter in "abcdefgh")
+    docs = (read.append(letter) or (letter, Document(letter * (1 << 20))) for letter in "abcdefgh")
     found = []
-    how = ("bytes", np.dtype(np.uint16), 0.5)
-    for count, _, place, _, parts in prepare_py.tokenize(docs, 1, *how):
+    job = prepare_py.Job("bytes", np.dtype(np.uint16), 0.5)
+    for chunk, parts in prepare_py.tokenize(docs, 1, job):
         tokens = [np.frombuffer(part, np.uint16) for part in parts]
-        found.append((count, place, split_documents(np.concatenate(tokens))))
+        found.append((chunk.rows, chunk.place, split_documents(np.concatenate(tokens))))
         assert len(read) < len(found) + 5  # for one worker 4 wait
     assert found == [(1, letter, [letter.encode() * (1 << 20)]) for letter in "abcdefgh"]
 
@@ -607,10 +608,11 @@ def test_prepare_writes_shards_as_llmc_does(tmp_path, monkeypatch, dtype):
     """A shard holds exactly so many tokens; none is empty; another read of the header."""
     monkeypatch.setattr(prepare_py, "MANY", 1)
     arguments = dict(name="some/x", shard_tokens=4)
-    tokens = prepare_py.Tokens(tmp_path, arguments, dtype, 0.1)
+    tokens = prepare_py.Tokens(tmp_path, arguments, prepare_py.Job("x", dtype, 0.1), 0.1)
     for first, count in ((0, 1), (1, 2), (3, 6), (9, 3)):  # 3 shards
         parts = [np.arange(100, 100 + count), np.arange(first, first + count)]
-        tokens.add(count, 0, (0, first), 0, [part.astype(dtype).tobytes() for part in parts])
+        chunk = prepare_py.Chunk(rows=count, empty=0, place=(0, first), crc=0)
+        tokens.add(chunk, [part.astype(dtype).tobytes() for part in parts])
         assert len(list(tmp_path.glob("*_val_*"))) == (first + count) // 4  # as soon as it is full
     tokens.finish({})
     magic = {2: (20240520, 1), 4: (20240801, 7)}[dtype.itemsize]

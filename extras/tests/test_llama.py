@@ -42,9 +42,10 @@ import fsdp
 import sample
 import train
 from configurator import load_config, model_config, resolve
+from data.documents import Document
 from data.files import open_tokens
 from data.loader import TokenFiles, read_meta
-from data.prepare import encode
+from data.prepare import Job, encode
 from data.tokenizer import encoder, tokenizer
 from extras import llama
 from extras.huggingface import understand
@@ -314,7 +315,7 @@ def test_tokenizer_of_a_large_vocabulary_makes_uint32_files(tmp_path):
 
 def tokens_of(text, path):
     encoder.cache_clear()
-    parts = encode([text], str(path), np.dtype(np.uint16), 0.5)
+    parts = encode([Document(text)], Job(str(path), np.dtype(np.uint16), 0.5))
     return np.frombuffer(b"".join(parts), np.uint16).tolist()
 
 
