@@ -2,8 +2,8 @@
 Checkpoints: a run saves its state, and another run, at any world size, picks it up.
 
     out_dir/ckpt.pt      full: one file in nanoGPT's layout, which nanoGPT can read
-    out_dir/last.pt      the newest full one, if ckpt.pt is the best (always_save_checkpoint=False)
-    out_dir/step-<n>.pt  a full one that is never removed (keep_every)
+    out_dir/last.pt      full, with always_save_checkpoint=False, where ckpt.pt is the best
+    out_dir/step-<n>.pt  full, a milestone (keep_every), which is never removed
     out_dir/step-<n>/    sharded: every rank has written its rows
     out_dir/best         a link to the best sharded one, with always_save_checkpoint=False
 
@@ -14,10 +14,9 @@ Any strategy at any world size reads both kinds. In memory a state is flat,
 
 Full: rank 0 gathers the state into its host memory, tensor by tensor. Then it writes
 ckpt.pt.tmp, syncs it, and renames it.
-Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the checksums
-of all files, which makes the directory a checkpoint.
-So a kill at any moment leaves the last complete checkpoint. Nothing in a checkpoint can run
-code.
+Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the
+checksums of all files, which makes the directory a checkpoint.
+So a kill at any moment leaves the last complete checkpoint. Nothing in one can run code.
 """
 
 import json
@@ -33,7 +32,7 @@ import zipfile
 import zlib
 from concurrent import futures
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
-from configurator import model_args
+from configurator import as_dict, model_args
 from data.loader import SafeUnpickler, data_dir, read_meta
 from fsdp import broadcast_full, gather_full, tied_names
 from ranks import (
@@ -107,8 +106,8 @@ def require_saveable(model, optimizer):
 
 
 def without_float8_wrapper(t):
-    """t without the wrapper that torchao puts around a float8 parameter's rows, so that FSDP2
-    gathers them in float8. Files hold plain fp32."""
+    """t without the wrapper that torchao puts around a float8 parameter's rows, so that
+    FSDP2 gathers them in float8. Files hold plain fp32."""
     rows = getattr(t, "_local_tensor", None)
     if not hasattr(rows, "fsdp_pre_all_gather"):
         return t
@@ -132,8 +131,8 @@ def require_finite_state(tensors, world, step):
 
 
 def load(source, model, optimizer, world):
-    """Set the weights, and the state that the optimizer has allocated, from the source (all
-    ranks). optimizer: None for the weights alone."""
+    """Set the weights, and the state that the optimizer has allocated, from the source
+    (all ranks). optimizer: None for the weights alone."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for key in source.shapes:
         if key.partition(".")[2] not in params:
@@ -175,8 +174,8 @@ def load_tensors(source, tensors, config, world):
 
 
 def require_shape(source, key, ours, config):
-    """SystemExit if the model's shape, `ours`, is not the checkpoint's. Only a table with a row
-    for each position may be longer there than this run's context."""
+    """SystemExit if the model's shape, `ours`, is not the checkpoint's. Only a table
+    with a row for each position may be longer there than this run's context."""
     theirs = source.shapes.get(key)
     if theirs == ours:
         return
@@ -198,8 +197,8 @@ def require_shape(source, key, ours, config):
 
 
 def write_ckpt_pt(path, flat, header):
-    """Write nanoGPT's layout: weights by name, optimizer state by number, and the header's
-    values beside them."""
+    """Write nanoGPT's layout: weights by name, optimizer state by number, and the
+    header's values beside them."""
     weights = {}
     state = {}
     for key, tensor in flat.items():
@@ -219,9 +218,9 @@ def write_ckpt_pt(path, flat, header):
 
 
 def open_full(path):
-    """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is damaged.
-    torch.load compares no checksums. Here the pickle is compared with its own, so the header is
-    right; `intact` compares the tensors."""
+    """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is
+    damaged. torch.load compares no checksums. Here the pickle is compared with its own,
+    so the header is right; `intact` compares the tensors."""
     with zipfile.ZipFile(path) as records:
         [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
         records.read(pickled)  # raises if its checksum is wrong
@@ -271,9 +270,9 @@ def read_header(path):
 
 def write_rows(path, rows, world, group):
     """Every rank writes its rows to files in the directory, and syncs them (collective in
-    group). Returns, on rank 0, a list of each rank's ({file: checksum}, error or None)."""
-    # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file before all
-    # of it has left Python's buffer, so we sync it ourselves.
+    group). Returns on rank 0 [({file: checksum}, error or None)], an entry per rank."""
+    # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file
+    # before all of it has left Python's buffer, so we sync it ourselves.
     writer = Writer(path, per_thread_copy_ahead=0, sync_files=False)
     checksums = {}
     error = None
@@ -299,8 +298,8 @@ def write_rows(path, rows, world, group):
 
 
 def add_header(path, header, written):
-    """Complete a sharded checkpoint (rank 0), or remove it and raise CannotWrite if a rank has
-    failed. written: as write_rows returns it."""
+    """Complete a sharded checkpoint (rank 0), or remove it and raise CannotWrite if a
+    rank has failed. written: as write_rows returns it."""
     header["files"] = {}
     for checksums, error in written:
         if error:
@@ -320,7 +319,7 @@ def add_header(path, header, written):
 
 
 def remove_sharded(path):
-    """The header first: what a kill leaves is then no checkpoint, and not a damaged one."""
+    """Remove the header first: a kill then leaves no checkpoint instead of a damaged one."""
     with suppress(OSError):
         os.remove(os.path.join(path, HEADER))
     shutil.rmtree(path, ignore_errors=True)
@@ -337,7 +336,7 @@ def open_sharded(path):
         theirs = header.get("torch") or "of another version"
         if theirs == torch.__version__:
             raise
-        # Do not pass it over: the run would go on from an older one, and replace this one.
+        # Do not pass it over: the run would go on from an older one, and replace it.
         raise SystemExit(
             f"{path}: torch {theirs} has written it, and torch {torch.__version__} cannot read "
             f"its .metadata, whose checksum is right ({type(e).__name__}: {first_line(e)}); "
@@ -383,8 +382,8 @@ class MetadataUnpickler(SafeUnpickler):
 
 
 class AnyProperties(TensorProperties):
-    """A tensor's properties as any version of PyTorch has written them: 2.13 writes 5 of them,
-    2.15 one more, which 2.13's own class does not take. We need the first, the dtype."""
+    """A tensor's properties as any version of PyTorch has written them. 2.13 writes 5 of
+    them, 2.15 one more, which 2.13's own class refuses. We need the first, the dtype."""
 
     def __setstate__(self, state):
         self.dtype = state[0]
@@ -449,8 +448,8 @@ def on_base(base, init_from):
 
 
 def find(out_dir, world):
-    """The newest intact checkpoint in out_dir as a Source, None if there is none (all ranks).
-    out_dir may also be a checkpoint itself.
+    """The newest intact checkpoint in out_dir as a Source, None if there is none (all
+    ranks). out_dir may also be a checkpoint itself.
     A damaged one is named and passed over; SystemExit if all of them are damaged."""
     sources, problems = from_rank0(world, lambda: open_all(out_dir))
     while sources and not intact(sources[0], world):  # reads the newest, and seldom another
@@ -467,8 +466,9 @@ def find(out_dir, world):
 
 
 def open_all(out_dir):
-    """Open all checkpoints, which reads only their headers. Returns ([Source], newest first, a
-    full one before a sharded one of the same step; [a line about each that is not readable])."""
+    """Open all checkpoints, which reads only their headers. Returns [Source], newest first
+    (and a full one before a sharded one of the same step), and a list of lines that name
+    those that are not readable."""
     sources = []
     problems = []
     names = ("ckpt.pt", "last.pt", *complete_steps(out_dir))
@@ -497,8 +497,8 @@ def is_step(name):
 
 
 def intact(source, world):
-    """True if all bytes match their checksums (all ranks): rank 0 reads a full one, and of a
-    sharded one each rank reads some files."""
+    """True if all bytes match their checksums (all ranks): rank 0 reads a full one, and
+    of a sharded one each rank reads some files."""
     if not source.sharded:
         return from_rank0(world, lambda: zip_is_intact(source.path))
     files = source.header.get("files", {})
@@ -532,8 +532,8 @@ class RunDirectory:
         self.lock_file = None  # the lock holds as long as this file is open
 
     def lock(self):
-        """Keep other runs out until this process ends, if the directory exists. The lock is on
-        a file beside it, because the directory may be renamed."""
+        """Keep other runs out until this process ends, if the directory exists. The
+        lock is on a file beside it, because the directory may be renamed."""
         if self.lock_file or not os.path.isdir(self.path):
             return
         path = self.path + ".lock"
@@ -553,8 +553,9 @@ class RunDirectory:
         print(me, end="", file=self.lock_file, flush=True)
 
     def claim(self, source, resumed=False):
-        """Make the directory if there is none, and return the run's id. A resumed run goes on
-        under the id of its source. Another run renames the directory of an earlier one, whole."""
+        """Make the directory if there is none, and return the run's id. A resumed run
+        goes on under the id of its source. Another run renames the directory of an
+        earlier one, whole."""
         run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
         with writing(self.path):
             os.makedirs(self.path, exist_ok=True)
@@ -576,7 +577,7 @@ class RunDirectory:
 
 
 def is_due(cfg, step, evaluated, improved):
-    """True if the run saves at this step: by the clock of save_interval, else at evaluations;
+    """True if the run saves at this step: every save_interval steps, else at evaluations;
     always if the checkpoint is to be kept, as a milestone or as the best."""
     if cfg.save_interval:
         due = step % cfg.save_interval == 0 or step >= cfg.max_iters
@@ -592,11 +593,11 @@ def is_milestone(step, cfg):
 
 
 def remove_older(path, best, cfg):
-    """Remove the sharded checkpoints before `path`, and what killed runs have left half-written.
-    The newest cfg.keep_checkpoints stay, milestones too, and the best one, to which the link
-    out_dir/best then leads."""
+    """Remove sharded checkpoints older than `path`, also those that a kill has left
+    half-written. The newest cfg.keep_checkpoints stay, milestones, and the best one, to
+    which the link out_dir/best then leads."""
     out_dir, this = os.path.split(path)
-    # One with a higher number is damaged, or this run would have started from it. It stays.
+    # One with a higher number stays: it is damaged, or the run would have resumed it.
     complete = [name for name in complete_steps(out_dir) if name <= this]
     stay = complete[-cfg.keep_checkpoints:]
     stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
@@ -612,10 +613,11 @@ def remove_older(path, best, cfg):
 
 
 class Saver:
-    """Writes a run's checkpoints, a full one at once and a sharded one in the background.
-    All ranks call its methods: `save` when one is due, `poll` in each step, `finish` at the end.
-    report: function of (step, seconds, seconds in which training was blocked), called when a
-    save has succeeded."""
+    """Writes a run's checkpoints, a full one at once and a sharded one in the
+    background. All ranks call its methods: `save` when one is due, `poll` in each step,
+    `finish` at the end.
+    report: function of (step, seconds, seconds in which training was blocked), called
+    when a save has succeeded."""
 
     def __init__(self, out_dir, run_id, cfg, world, source, resumed, report):
         self.out_dir = out_dir
@@ -638,13 +640,13 @@ class Saver:
         self.times = None  # that save's step, start, and seconds in which it blocked training
         self.group = None
         if dist.is_initialized():
-            # Collectives in the background must not mix with training's. And ranks may wait
-            # for long for the slowest disk.
+            # Collectives in the background must not mix with training's, and may wait
+            # long for the slowest disk.
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def require_finite(self, loss, what, step):
-        """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so all of them
-        stop, and none saves."""
+        """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so
+        all of them stop, and none saves."""
         if math.isfinite(loss):
             return
         self.wait()  # the save in the background is of an earlier step, and good
@@ -657,8 +659,8 @@ class Saver:
         raise SystemExit(line)
 
     def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
-        """Save the state after this many steps. Returns when a full checkpoint is written, or
-        when the rows of a sharded one are copied to host memory.
+        """Save the state after this many steps. Returns when a full checkpoint is
+        written, or when the rows of a sharded one are copied to host memory.
         improved: the validation loss is the best so far."""
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
         self.wait()  # NaN in this state would cut off the save before
@@ -669,7 +671,7 @@ class Saver:
         is_best = improved and not self.cfg.always_save_checkpoint
         header = dict(
             model_args=model_args(self.cfg),
-            config=asdict(self.cfg),
+            config=as_dict(self.cfg),
             **describe_parameters(model, optimizer, tensors),
             scaler=scaler.state_dict() or None,
             meta=self.meta,
@@ -695,7 +697,8 @@ class Saver:
         self.times = step, start, time.perf_counter() - start
 
     def save_full(self, path, name, flat, header):
-        """Rank 0 writes out_dir/<name>; a milestone is path.pt too. Returns the finish time."""
+        """Rank 0 writes out_dir/<name>, and gives a milestone the name path.pt too. Returns
+        the finish time."""
         def write():
             full = os.path.join(self.out_dir, name)
             if is_milestone(header["iter_num"], self.cfg):
@@ -708,8 +711,8 @@ class Saver:
         return time.perf_counter()
 
     def save_sharded(self, path, header, rows):
-        """In the background: all ranks write their rows, then rank 0 completes the checkpoint
-        and removes older ones. Returns the finish time."""
+        """In the background: all ranks write their rows, then rank 0 completes the
+        checkpoint and removes older ones. Returns the finish time."""
         written = write_rows(path, rows, self.world, self.group)
 
         def complete():
@@ -748,7 +751,7 @@ class Saver:
         self.report(step, seconds, seconds if blocked is None else blocked)
 
     def finish(self):
-        """Wait for the save in the background. SystemExit if the run's last save failed."""
+        """Wait for the last save of the run. SystemExit if it has failed."""
         self.wait()
         if not self.failed:
             return
@@ -764,8 +767,8 @@ class Saver:
 
 
 def write_atomically(path, write):
-    """Call write(file) for a new file, and give it the name `path` once it is on the disk. A
-    kill or a full disk leaves the file that was there before."""
+    """Call write(file) for a new file, and give it the name `path` once it is on the
+    disk. A kill or a full disk leaves the file that was there before."""
     tmp = path + ".tmp"
     with writing(path):
         try:
@@ -812,8 +815,8 @@ def writing(path):
 
 
 def root_cause(e):
-    """The OSError that led to e, or else e. After an OSError torch.save fails again as it closes
-    its file, and then says only "unexpected pos"."""
+    """The OSError that led to e, or else e. After an OSError torch.save fails again as
+    it closes its file, and then says only "unexpected pos"."""
     cause = e
     while cause and not isinstance(cause, OSError):
         cause = cause.__context__

@@ -249,6 +249,11 @@ def config_class(model, adapter=""):
     return make_dataclass("RunConfig", own, bases=(Config, *parts.values()), namespace=methods)
 
 
+def as_dict(cfg):
+    """{key: value} of all keys."""
+    return {key: value for key, value in vars(cfg).items() if key != "given"}
+
+
 def part_of(cfg, cls):
     """{key: value} of the keys in cfg that cls, a ModelConfig or AdapterConfig, has."""
     return {f.name: getattr(cfg, f.name) for f in fields(cls)}

@@ -18,12 +18,11 @@ import resource
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from configurator import package
+from configurator import as_dict, package
 from ranks import first_line, print0
 
 # Dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16).
@@ -182,7 +181,7 @@ class Log:
                 project=cfg.wandb_project,
                 name=cfg.wandb_run_name,
                 dir=out_dir,
-                config=asdict(cfg),
+                config=as_dict(cfg),
                 id=run_id,
                 resume="allow" if step else None,
             )

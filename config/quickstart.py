@@ -18,9 +18,6 @@ block_size = 128
 batch_size = 8
 gradient_accumulation_steps = 2
 
-# Muon gets as far in less than half the time (docs/measurements.md):
-#   --optimizer=muon --learning_rate=3e-2 --momentum=0.9 --warmup_iters=20 --max_iters=260 \
-#   --lr_decay_iters=260
 learning_rate = 5e-3  # small models take large steps
 min_lr = 5e-4
 warmup_iters = 60

@@ -1,6 +1,6 @@
 """
-What a rank keeps and sends, by closed formulas from names and shapes. Real ranks (test_fsdp.py,
-test_muon.py, test_float8.py) and the rehearsal (test_plan.py) are both compared with them.
+What a rank keeps and sends, by closed formulas from names and shapes. Real ranks are compared with
+them (test_fsdp.py), and so is any estimate of them.
 
     device, host = kept(model, cfg, world)      # {kind: bytes} at rest, with gradients
     traffic(model, cfg, world)                  # {(collective, ranks in the group): bytes a step}

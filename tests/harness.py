@@ -16,8 +16,8 @@ store, gloo on CPU, one thread, and no fixed port. What hangs is ended and repor
 left behind. As they import your file, a script needs `if __name__ == "__main__":` around what it
 starts.
 
-Ranks that are told device=cuda get simulated GPUs where there is no other (docs/simgpu.md). With
-SIM_GPUS=2 in the environment the process of the tests itself has two.
+Ranks that are told device=cuda get simulated GPUs where there is no other, and the test is skipped
+if neither is here. With SIM_GPUS=2 in the environment the process of the tests itself has two.
 """
 
 import functools

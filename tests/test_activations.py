@@ -108,7 +108,7 @@ def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
 
 @pytest.mark.parametrize("product", [torch.mm, torch.bmm, F.scaled_dot_product_attention])
 def test_activations_selective_keeps_every_product(product):
-    """GELU runs again in backward, the product does not. (A GPU's kernels: test_simgpu.py.)"""
+    """GELU runs again in backward, the product does not."""
     q = torch.randn(4, 4) if product is torch.mm else torch.randn(1, 4, 4)
     q = q[None] if product is F.scaled_dot_product_attention else q
     weight = q.requires_grad_()

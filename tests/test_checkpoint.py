@@ -3,8 +3,7 @@ Checkpoints: what one run writes another reads, at any world size and strategy, 
 
     python -m pytest -q tests/test_checkpoint.py
 
-Damage is in test_damage.py, kills and full disks in test_faults.py, Muon in test_muon.py, and
-Hugging Face's format in test_huggingface.py.
+Damage is in test_damage.py, kills and full disks in test_faults.py.
 """
 
 import math

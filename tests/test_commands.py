@@ -108,7 +108,7 @@ ROWS = {
     ],
     "docs/model_file.md": [
         ("python -m pytest -q tests/test_contract.py --model=NAME",
-         Not("test_contract_itself.py, with a copy of model.py")),
+         Not("test_contract_examples.py, with a copy of model.py")),
         ("python -m pytest -q tests/test_contract.py --model=NAME --ranks",
          Not("test_contract.py, with files of its own")),
     ],
