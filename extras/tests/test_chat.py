@@ -1,42 +1,29 @@
 """
-Which tokens are learned: chats and --learn of data/prepare.py, and the masks that it writes.
+Which tokens of a chat are learned (extras/chat.py), and other data that only extras/ prepares.
 
     python -m pytest -q extras/tests/test_chat.py
 """
 
 import itertools
 import json
-import multiprocessing
-import os
-import re
 import shutil
-import signal
 from glob import glob
 
 import numpy as np
 import pytest
 from harness import HERE, copied, refused, script, shell
-from test_data import (
-    files_of,
-    gpt2_or_skip,
-    prepare,
-    prepared,
-    run_prepare,
-    split_documents,
-    write_jsonl,
-)
+from test_data import prepare, prepared, split_documents, write_jsonl
+from test_learn import JOB, documents_of, require_masks_of_a_column
 
 from data import prepare as prepare_py
-from data.documents import render
 from data.files import STATE, open_masks, open_split
-from data.tokenizer import encoder, gpt2_bpe
+from data.tokenizer import encoder
 from extras.chat import chat_of, message
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-JOB = prepare_py.Job("", np.dtype(np.uint16), 0.5, has_mask=True)
 SYSTEM, HI, HELLO, SUN, YES = (
     {"role": role, "content": text}
     for role, text in (("system", "Be brief."), ("user", "Hi, who is it?"),
@@ -235,38 +222,13 @@ def test_chat_mistakes_are_one_clear_line(tmp_path):
         assert p.returncode == 1 and said in p.stderr and p.stderr.count("\n") == 1, p.stderr
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2", "file", "ends"])
-def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeypatch, name):
-    """A token that has one of them is learned. The end, if it follows them."""
-    is_file = name in ("file", "ends")  # which ends a text itself, as Gemma's may
+@pytest.mark.parametrize("name", ["file", "ends"])
+def test_learn_masks_a_columns_characters_by_a_file_s_tokenizer(tmp_path, name):
+    """It may end a text itself, as Gemma's may."""
     hf = make(tmp_path / name, CHATML, last="<|im_end|>" if name == "ends" else "")
-    if name == "gpt2":
-        gpt2_or_skip(monkeypatch)
-    own = encoder(str(tmp_path / name) if is_file else name)
-    texts = ["", "caf\u00e9 ", "\U0001f31e\U0001f31e sun", "\n\n", " the sun"]
-    for a, b in itertools.product(texts, texts):
-        row = dict(q=a, a=b)
-        for template, ends in (("Q: {q}\nA: {a}", True), ("Q: {q}{a}\n", False)):
-            text = render(template, [], row, "").text
-            tokens = prepare_py.items_with_mask(render(template, ["a"], row, ""), own, JOB)
-            ids = [*own.encode(text)]
-            assert tokens["token"].tolist() == ids + (name != "ends") * [own.end]
-            assert tokens["learned"][-1] == ends
-            chars = [i for i, char in enumerate(text) for _ in char.encode()]  # of each byte
-            start = len(template.split("{a}")[0].format(**row))
-            at = 0
-            for token, learned in tokens.tolist()[is_file:-1]:  # without <s>
-                mine = chars[at:at + len(piece(name, hf, token))]
-                assert learned == any(start <= i < start + len(b) for i in mine), (text, at)
-                at += len(mine)
-            assert at == len(chars)
-
-
-def piece(name, hf, token):
-    """A token's bytes, or as many characters."""
-    if name == "gpt2":
-        return gpt2_bpe().decode_single_token_bytes(token)
-    return "x" if name == "bytes" else hf.id_to_token(token)
+    require_masks_of_a_column(
+        encoder(str(tmp_path / name)), lambda token: len(hf.id_to_token(token)),
+        begins=1, ends=name == "ends")
 
 
 def test_every_prepare_of_extras_runs_and_has_help():
@@ -284,74 +246,11 @@ def test_prepare_takes_alpacas_template(tmp_path):
     train, val = prepared([path], tmp_path / "o", command=["extras/data/alpaca/prepare.py"])
     text = b"### Instruction:\nSay\nit\n### Response:\nwhat"
     assert split_documents(train + val) == [text] * 2
-    assert set(open_masks(open_split(tmp_path / "o", "train"))) == set()
+    assert open_masks(open_split(tmp_path / "o", "train")) == []
     prepared([path], tmp_path / "o", command=["extras/data/alpaca/prepare.py"], learn="output")
     for split in ("train", "val"):
         tokens, learned = documents_of(tmp_path / "o", split, window=1)
         assert bytes(tokens[learned == 1][:4].astype(np.uint8)) in b"what"
-
-
-def documents_of(directory, split, window):
-    """Tokens and masks of a split's files, one after the other."""
-    paths = sorted(directory.glob(f"*{split}*.bin"))
-    tokens = [np.fromfile(path, np.uint16, offset=1024 * ("x_" in path.name)) for path in paths]
-    masks = [np.fromfile(path.with_suffix(".mask"), np.uint8) for path in paths]
-    assert list(map(len, tokens)) == list(map(len, masks))
-    more = int(window > 1)  # for the last window's last target
-    assert not any(mask[len(mask) - more:].any() for mask in masks)
-    files = open_split(directory, split)  # prepare.json counts as many
-    assert [mask.tolist() for mask in open_masks(files)] == [mask.tolist() for mask in masks]
-    return [np.concatenate([part[:len(part) - more] for part in both]) for both in (tokens, masks)]
-
-
-@pytest.mark.parametrize("window", [1, 32])
-def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_path, monkeypatch,
-                                                                          capfd, window):
-    monkeypatch.setattr(prepare_py, "CHUNK", 500)
-    monkeypatch.setattr(prepare_py, "MANY", 1)
-    rows = [{"q": f"what is {i}?" * (1 + i % 3), "a": "xyz" * i} for i in range(60)]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    out = tmp_path / "out"
-    argv = ["x", path, "--tokenizer=bytes", "--template=Q: {q} A: {a}", "--learn=a",
-            "--shard_tokens=1500", "--val_fraction=0.3", "--workers=1", f"--window={window}"]
-    run_prepare([*argv, f"--out={tmp_path}/whole"])
-    share = re.search(r"\S+% of the tokens are learned", capfd.readouterr().out)[0]
-    expected = files_of(tmp_path / "whole")
-    assert json.loads(expected["meta.json"]).get("window", 1) == window
-
-    seen = []
-    for split in ("train", "val"):
-        tokens, mask = documents_of(tmp_path / "whole", split, window)
-        assert f"x_{split}_000002.bin" in expected
-        assert len(expected[f"x_{split}_000001.mask"]) == 1500 - 1500 % window + (window > 1)
-        at = 0
-        while at < len(tokens):
-            prompt, _, answer = split_documents(tokens[at:])[0].partition(b" A: ")
-            start, end = len(prompt) + 4, len(prompt) + 5 + len(answer)
-            size = end + -end % window
-            assert np.flatnonzero(mask[at:at + size]).tolist() == [*range(start, end)]
-            assert (tokens[at + end:at + size] == 256).all()
-            seen.append({"q": prompt.decode()[3:], "a": answer.decode()})
-            at += size
-    assert sorted(seen, key=rows.index) == rows
-
-    argv.append(f"--out={out}")
-    for renames in itertools.count(1, 3):
-        told = (argv, renames, tmp_path / "workers")
-        p = multiprocessing.get_context("fork").Process(target=run_prepare, args=told)
-        p.start()
-        p.join(60)
-        said = capfd.readouterr().out
-        if p.exitcode == 0:
-            break
-        assert p.exitcode == -signal.SIGKILL
-        assert "learn" in refused(run_prepare, [*argv[:-1], "--learn=q", argv[-1]])
-    assert files_of(out) == expected and renames > 4 and share in said
-
-    run_prepare(argv)  # it is done, and says so
-    for path in out.glob("*.mask"):
-        path.unlink()
-    assert ".mask: it is missing" in refused(run_prepare, argv)
 
 
 def test_git_sees_nothing_of_what_prepare_writes(tmp_path):
@@ -381,23 +280,3 @@ def test_git_sees_nothing_of_what_prepare_writes(tmp_path):
     assert len(list(out.iterdir())) > 11 and not changed()
     out.rename(clone / "data" / "python_stdlib" / "chats")  # of the name python_stdlib/chats
     assert not changed()
-
-
-def test_few_windows_are_cut_at_a_window(tmp_path):
-    """Where val gets the end of the tokens; and without --learn all but the padding counts."""
-    (tmp_path / "a.txt").write_text("abc" * 233)
-    p = prepare([tmp_path / "a.txt"], tmp_path / "o", window=32)
-    assert p.returncode == 0 and "99.0% of the tokens are learned" in p.stdout, p.stdout
-    (train, ours), (val, theirs) = (documents_of(tmp_path / "o", s, 32) for s in ("train", "val"))
-    assert (len(train), len(val)) == (608, 96)
-    assert np.concatenate([ours, theirs]).tolist() == [0] + [1] * 699 + [0] * 4
-
-    os.remove(tmp_path / "o/train.mask")
-    os.remove(tmp_path / "o/val.mask")
-    for split in ("train", "val"):  # padding would be learned
-        assert "it is missing" in refused(open_masks, open_split(tmp_path / "o", split))
-    shutil.rmtree(tmp_path / "o")
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o/train.mask").touch()  # of tokens that were there
-    p = prepare([tmp_path / "a.txt"], tmp_path / "o")
-    assert p.returncode == 1 and "train.mask" in p.stderr

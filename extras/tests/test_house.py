@@ -177,6 +177,17 @@ def test_house_a_key_without_its_file_is_one_line(tmp, tmp_path, left, flag, fil
     assert key in p.stderr and value in p.stderr and file in p.stderr, p.stderr
 
 
+@pytest.mark.parametrize("command, wanted_by, file", [
+    ("train.py --dataset=a:2,b:1", "dataset=a:2,b:1", "mixture"),
+    ("data/prepare.py x a.txt --tokenizer=owner/name", "tokenizer=owner/name", "hf_tokenizer"),
+    ("data/prepare.py x a.jsonl --chat --tokenizer=bytes", "--chat", "chat")])
+def test_house_data_without_its_file_is_one_line(tmp_path, left, command, wanted_by, file):
+    p = run_in(left, *command.split())
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    assert f"{wanted_by} needs extras/{file}.py, which is not here" in p.stderr
+    assert not (left / "data/x").exists()
+
+
 def test_house_quickstart_runs_without_extras(left):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     for command in (
