@@ -1,17 +1,16 @@
 """
 The files of a data set, as prepare.py writes them and loader.py reads them.
 
-Each split (train, val) is one file or shards:
+Each split (train, val) is one file, or shards:
 
     train.bin                          nanoGPT's: uint16, one token after the other
     NAME_train_000001.bin, ...         llm.c's: a header, and then uint16 or uint32
 
-A train.bin may have the header too; tokens above 65,535 need it. Beside them lie meta.json
-and prepare.json, which says how they were made; prepare.state for as long as they are not
-all there.
+A train.bin may have the header too; tokens above 65,535 need it. Beside them lie meta.json, and
+prepare.json, which says how they were made. Until all of them are there, so does prepare.state.
 
-Beside X.bin there may be X.mask: one byte a token, without a header. It is 1 if the model
-learns to predict that token, and 0 if not. Without masks it learns all of them.
+Beside X.bin there may be X.mask: one byte per token, without a header. It is 1 if the model
+learns to predict that token, and 0 if not. Without masks it learns all tokens.
 """
 
 import glob
@@ -31,9 +30,9 @@ FORMATS = {
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7),
 }
-# What a file may hold by mistake, the wider first: NumPy makes int64 and float64 unless told.
+# Types that a file may have by mistake, the wider first: NumPy's defaults are int64 and float64.
 OTHERS = ("int64", "float64", "int32", "float32")
-LOOK = 1 << 15  # tokens at a file's start, by which such a type is known
+LOOK = 1 << 15  # tokens at a file's start that are checked for such a type
 STATE = "prepare.state"
 RECORD = "prepare.json"
 
@@ -64,7 +63,7 @@ def file_pattern(split):
 
 
 def read_record(directory):
-    """What prepare.py has written about the data set, or {}."""
+    """The content of prepare.json, or {} if there is none."""
     path = Path(directory, RECORD)
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -86,7 +85,7 @@ def open_split(directory, split):
         raise SystemExit(
             f"{directory}: files of several data sets ({firsts}); leave one of them there")
     if not paths:
-        open_tokens(Path(directory, f"{split}.bin"))  # it says what is missing
+        open_tokens(Path(directory, f"{split}.bin"))  # raises: the file is missing
     _, of_one = paths.popitem()
     files = [open_tokens(path) for path in of_one]
     count = sum(map(len, files))
@@ -124,8 +123,8 @@ def open_tokens(path):
 
 
 def require_uint16(tokens, vocab_size):
-    """SystemExit if a file without a header begins with tokens of another type: taken as that
-    type, its bytes are whole numbers below vocab_size."""
+    """SystemExit if a file without a header looks like another type: read as that type, its
+    first bytes are whole numbers below vocab_size."""
     if tokens.offset == HEADER_BYTES:
         return
     head = np.array(tokens[:LOOK])
@@ -142,7 +141,7 @@ def require_uint16(tokens, vocab_size):
 
 
 def read_ahead(array, first, count):
-    """Have the system read so many elements of a memory map from `first` on, without waiting."""
+    """Ask the system to read `count` elements of a memory map, from `first` on; don't wait."""
     # The map begins at a page, which may lie before the array.
     start = array.offset % mmap.ALLOCATIONGRANULARITY + first * array.itemsize
     end = start + count * array.itemsize

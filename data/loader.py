@@ -95,8 +95,8 @@ class Batches:
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
         number = step * self.cfg.gradient_accumulation_steps
         number += micro * world.size + world.rank
-        # A page that comes from a network's disk takes milliseconds, and all ranks wait for
-        # the one that needs it. So ask for what this micro-batch of the next step will read.
+        # A page from a network disk takes milliseconds, and all ranks wait for the rank that
+        # needs it. So ask now for the pages of this micro-batch in the next step.
         next_number = number + self.cfg.gradient_accumulation_steps
         for files, _, windows in self.samples(next_number * B, B):
             files.read_ahead(windows)
@@ -148,7 +148,7 @@ class Batches:
             yield x, y, count / self.cfg.block_size
 
     def ready(self, x, y):
-        """x and y on the device, and how many targets count."""
+        """(x, y, how many targets count), with x and y on the device."""
         count = np.count_nonzero(y.numpy() != -1)
         if count == 0:
             # Keep one target: the mean over none is NaN. The batch has weight 0.
@@ -159,13 +159,13 @@ class Batches:
     def to_device(self, *tensors):
         device = self.world.device
         if device.type == "cuda":
-            # From pinned memory the copy runs while the GPU computes.
+            # Copying from pinned memory overlaps with the GPU's work.
             tensors = [t.pin_memory() for t in tensors]
         return [t.to(device, non_blocking=t.is_pinned()) for t in tensors]
 
 
 class TokenFiles:
-    """One split of a data set: windows of block_size tokens over memory-mapped files. README's
+    """One split of a data set: windows of block_size tokens in memory-mapped files. README's
     "Fork it" says what a subclass without files needs."""
 
     masks = ()
@@ -200,7 +200,7 @@ class TokenFiles:
         self.counts = np.concatenate(counts) if counts else None
         for tokens in self.files:
             require_uint16(tokens, vocab_size)
-        # Look at 100 windows now: the tokens of another vocabulary nearly always show.
+        # Look at 100 windows now: tokens of another vocabulary nearly always show up.
         inputs, _ = self.batch(eval_order(len(self), 100))
         self.largest = inputs.max().item()
 
@@ -229,7 +229,7 @@ class TokenFiles:
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def read_ahead(self, windows):
-        """Have the system read what batch(windows) will take, without waiting for it."""
+        """Ask the system to read the data of batch(windows), and don't wait for it."""
         for window in windows:
             file, start = self.place(window)
             read_ahead(self.files[file], start, self.block_size + 1)
@@ -237,7 +237,7 @@ class TokenFiles:
                 read_ahead(self.masks[file], start, self.block_size + 1)
 
     def place(self, window):
-        """(The number of its file, where it starts there)."""
+        """(the number of the window's file, the index of its first token there)."""
         file = bisect_right(self.starts, window) - 1
         return file, (window - self.starts[file]) * self.block_size
 
@@ -346,7 +346,7 @@ def permute(numbers, n, key):
     side = 1 << max(1, bits)
     round_keys = np.random.SeedSequence(key).generate_state(4).tolist()
     result = numbers.astype(np.uint64)
-    # Cycle walking: permute again what is not below n.
+    # Cycle walking: permute numbers that are not below n again.
     beyond = np.full(len(numbers), True)
     while beyond.any():
         left, right = np.divmod(result[beyond], side)

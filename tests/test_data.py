@@ -440,6 +440,8 @@ def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
     _, val = prepare_py.encode([Document(f"document {i}") for i in range(20)], job)
     numbers = [int(text.split()[1]) for text in split_documents(np.frombuffer(val, np.uint16))]
     assert numbers == [5, 6, 9, 11, 12, 14]
+    # What is hashed of a text with spans: another string would put it into another split.
+    assert Document("\u00e9t\u00e9", [(0, 1)]).key == '["\u00e9t\u00e9", [[0, 1]]]'
 
 
 @pytest.mark.parametrize("n, options", [

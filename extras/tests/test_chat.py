@@ -166,6 +166,9 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
         messages = chat_of("text", row, "").messages
         found.append([(one["role"], one["content"]) for one in messages])
     assert found[0] == found[1] == [(m["role"], m["content"]) for m in ALL[1:]]
+    said = [{"role": "user", "content": "\u00e9"}, YES]
+    key = '[{"role": "user", "content": "\u00e9"}, {"role": "assistant", "content": "Yes"}]'
+    assert chat_of("text", {"messages": said}, "").key == key  # its hash decides the split
     both = {"role": None, "content": None, "from": "gpt", "value": "x"}  # of a file with both
     assert message(both, "")["content"] == "x"
     assert chat_of("other", {"other": rows[0]["messages"]}, "").messages == ALL[1:]
