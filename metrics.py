@@ -125,21 +125,21 @@ def describe(cfg, model, batches, source, world):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     samples = cfg.gradient_accumulation_steps * cfg.batch_size
     epochs = []
-    for name, files in batches.files["train"].items():
-        share = batches.shares[name]
+    for name, share, part in batches.parts:
         of = f" of {name}" if share < 1 else ""
-        epochs.append(f"epoch{of} = {len(files) / (samples * share):,.0f} steps")
+        windows = len(part.files["train"])
+        epochs.append(f"epoch{of} = {windows / (samples * share):,.0f} steps")
     yield (
         f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
         f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens per step, "
         f"{', '.join(epochs)}")
-    for name, files in batches.files["train"].items():
-        val = batches.files["val"][name]
+    for name, _, part in batches.parts:
+        train, val = part.files["train"], part.files["val"]
         yield (
-            f"{name}: {files.tokens_in_all:,} tokens of train and {val.tokens_in_all:,} of val; "
-            f"100 windows have ids up to {files.largest:,}, vocab_size={cfg.vocab_size:,}")
-        if files.masks:
-            yield f"{name}: {files.counts.mean() / cfg.block_size:.1%} of the targets count"
+            f"{name}: {train.tokens_in_all:,} tokens of train and {val.tokens_in_all:,} of val; "
+            f"100 windows have ids up to {train.largest:,}, vocab_size={cfg.vocab_size:,}")
+        if train.masks:
+            yield f"{name}: {train.counts.mean() / cfg.block_size:.1%} of the targets count"
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
     if source:

@@ -27,7 +27,7 @@ import checkpoint
 import configurator
 import fsdp
 from configurator import DTYPES, STRATEGIES, extra
-from data.loader import Batches, data_dir, read_meta
+from data.loader import data_dir, open_batches, read_meta
 from metrics import Log, describe, require_packages, step_flops
 from model import derive_seed
 from optimizer import allocate_state, learning_rate_at, make_adamw
@@ -319,8 +319,8 @@ def evaluate(wrapped, batches, cfg, world):
     losses = {}
     for split in ("train", "val"):
         losses[split] = 0.0
-        for name, share in batches.shares.items():
-            loss = mean_loss(wrapped, batches.fixed(split, name), cfg, world)
+        for name, share, part in batches.parts:
+            loss = mean_loss(wrapped, part.fixed(split), cfg, world)
             losses[split] += share * loss
             if share < 1:
                 losses[f"{split}/{name}"] = loss
@@ -365,7 +365,7 @@ def train(cfg):
     best_val_loss = source.header["best_val_loss"] if source else 1e9
     model = meta_model(cfg)
     flops = step_flops(model, cfg, world)
-    batches = Batches(cfg, world)
+    batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
     # For float16. When it is disabled, its calls pass everything through.
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")

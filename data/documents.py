@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+from data.files import extra
+
 # {a file's extension: the name of its reader in the `datasets` library}
 READERS = {
     ".jsonl": "json",
@@ -44,7 +46,7 @@ class Document:
         return json.dumps((self.text, self.spans), ensure_ascii=False)
 
     def documents(self, encoder):
-        """[itself]; a Chat (chat.py) may be several."""
+        """[itself]; a chat may be several."""
         return [self]
 
 
@@ -107,8 +109,7 @@ def rows(source, args, skip):
 def row_reader(args):
     """The function that makes a document of a row, given (row, where); where: for errors."""
     if args.chat:
-        from data import chat
-        return partial(chat.chat_of, args.column)
+        return partial(extra("chat", wanted_by="--chat").chat_of, args.column)
     template = args.template or "{" + args.column + "}"
     learned = args.learn.split(",") if args.learn else []
     return partial(render, template.replace(r"\n", "\n"), learned)

@@ -15,6 +15,7 @@ learns to predict that token, and 0 if not. Without masks it learns all of them.
 """
 
 import glob
+import importlib
 import json
 import mmap
 import os
@@ -35,6 +36,15 @@ OTHERS = ("int64", "float64", "int32", "float32")
 LOOK = 1 << 15  # tokens at a file's start, by which such a type is known
 STATE = "prepare.state"
 RECORD = "prepare.json"
+
+
+def extra(name, wanted_by):
+    """The module extras/<name>.py, which a fork may have deleted. (configurator.py has the
+    same function, but imports torch, and preparing data needs none.)"""
+    path = Path(__file__).absolute().parents[1] / "extras" / f"{name}.py"
+    if not path.exists():
+        raise SystemExit(f"{wanted_by} needs extras/{name}.py, which is not here")
+    return importlib.import_module(f"extras.{name}")
 
 
 def header(dtype, count):

@@ -2,7 +2,7 @@
 Batches of tokens. Which ones come when is a pure function of (seed, split, step), so a
 run that resumes has nothing to restore.
 
-    batches = Batches(cfg, world)
+    batches = open_batches(cfg, world)
     x, y, weight = batches.get(step, micro)  # (batch_size, block_size) each, on the device
     batches.prefetch(step, micro)            # the one that follows, while the GPU is busy
 
@@ -10,11 +10,9 @@ A split is cut into windows of block_size tokens. Each epoch visits every window
 an order that is computed window by window, without a shuffled index in memory. (nanoGPT
 draws random offsets instead.)
 
-A split is a file or shards; files.py has their layout, and that of masks. A target that the
-mask leaves out is -1, which models ignore. A window may have no other: it is taken like any
-and counts for nothing, since to skip it the order would have to depend on the masks.
-
-The key `dataset` may name several sets: mixture.py.
+A split is a file or shards; files.py describes them, and the masks. A target that the mask
+leaves out is -1, which models ignore. A window with no other targets is read like any, and
+counts for nothing: if it were skipped, the order would depend on the masks.
 """
 
 import json
@@ -27,11 +25,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import open_masks, open_split, read_ahead, require_uint16
-from data.mixture import Mixture, weights_of
+from data.files import extra, open_masks, open_split, read_ahead, require_uint16
 from data.tokenizer import TOKENIZERS
 
 HERE = Path(__file__).absolute().parent
+
+
+def open_batches(cfg, world):
+    """The Batches of the key `dataset`, which may name a mixture of data sets."""
+    if is_mixture(cfg.dataset):
+        return mixture_module(cfg.dataset).MixedBatches(cfg, world)
+    return Batches(cfg, world)
 
 
 class Batches:
@@ -40,24 +44,26 @@ class Batches:
     def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
-        weights = weights_of(cfg.dataset)
-        self.mixture = Mixture([*weights.values()])
-        total = sum(weights.values())
-        self.shares = {name: weight / total for name, weight in weights.items()}
-        require_one_vocabulary(weights)
-        self.files = {"train": {}, "val": {}}  # {split: {name of a set: TokenFiles}}
-        for split, of_split in self.files.items():
-            for name in weights:
-                files = TokenFiles(data_dir(name), split, cfg.block_size, cfg.vocab_size)
-                if files.count(eval_order(len(files), cfg.eval_iters * cfg.batch_size)) == 0:
-                    raise SystemExit(
-                        f"{data_dir(name)}: in the windows of {split} that an evaluation reads, "
-                        "the mask leaves out every token; raise eval_iters, or prepare again "
-                        "with more text or another block_size")
-                of_split[name] = files
         self.counted = None, 0  # a step, and its mean_targets
         self.prefetched = None, None  # (step, micro), and its batch
         self.seconds = 0  # time spent reading since the last log line, in which training waited
+        # [(name, share of the samples, Batches)] of each data set. A mixture has several.
+        self.parts = self.open()
+
+    def open(self):
+        """Open the files of both splits, and return self.parts. SystemExit if they do not fit."""
+        cfg = self.cfg
+        directory = data_dir(cfg.dataset)
+        self.files = {}
+        for split in ("train", "val"):
+            files = TokenFiles(directory, split, cfg.block_size, cfg.vocab_size)
+            if files.count(eval_order(len(files), cfg.eval_iters * cfg.batch_size)) == 0:
+                raise SystemExit(
+                    f"{directory}: in the windows of {split} that an evaluation reads, "
+                    "the mask leaves out every token; raise eval_iters, or prepare again "
+                    "with more text or another block_size")
+            self.files[split] = files
+        return [(cfg.dataset, 1.0, self)]
 
     def get(self, step, micro):
         """(inputs, targets, weight) of one micro-batch: (batch_size, block_size) each, int64.
@@ -104,39 +110,33 @@ class Batches:
         return x, y, weight
 
     def samples(self, first, count):
-        """Yield (files, rows, windows) for training samples first .. first + count - 1: which
-        of them come from these files, and their windows."""
-        sets = self.mixture.sets(first, count)
-        taken = self.mixture.taken(first)
-        for number, files in enumerate(self.files["train"].values()):
-            rows = np.flatnonzero(sets == number)
-            # Each set has epochs of its own, in an order of its own.
-            order = train_order(len(files), self.cfg.seed, taken[number], len(rows), number)
-            yield files, rows, order
+        """[(files, rows, windows)] for training samples first .. first + count - 1: which of
+        them come from these files, and their windows."""
+        files = self.files["train"]
+        return [(files, slice(None), train_order(len(files), self.cfg.seed, first, count))]
 
     def mean_targets(self, step):
-        """How many targets of a micro-batch count, on average over this step's on all ranks.
-        Each rank counts for all of them, so that none waits for another."""
+        """How many targets of a micro-batch count, averaged over all ranks' micro-batches of
+        this step. Each rank counts all of them itself, so that none waits for another."""
         A = self.cfg.gradient_accumulation_steps
         B = self.cfg.batch_size
-        if not any(files.masks for files in self.files["train"].values()):
+        if not any(part.files["train"].masks for _, _, part in self.parts):
             return B * self.cfg.block_size
         if self.counted[0] != step:
             samples = self.samples(step * A * B, A * B)
             total = sum(files.count(windows) for files, _, windows in samples)
-            self.counted = step, total / A or 1  # of a step without a target all weights are 0
+            self.counted = step, total / A or 1  # 1: without targets all weights are 0
         return self.counted[1]
 
-    def fixed(self, split, name):
-        """Yield (inputs, targets, weight): this rank's part of the windows of an evaluation of
-        the data set `name`.
+    def fixed(self, split):
+        """Yield (inputs, targets, weight): this rank's part of the windows of an evaluation.
 
         weight: how many targets of the micro-batch count, in windows. All ranks yield equally
-        often, for each forward is a collective. One that has run out of windows yields 0.
+        often, since each forward is a collective; without a window left the weight is 0.
         """
         B = self.cfg.batch_size
         world = self.world
-        files = self.files[split][name]
+        files = self.files[split]
         order = eval_order(len(files), self.cfg.eval_iters * B)
         for start in range(0, len(order), world.size * B):
             first = start + world.rank * B
@@ -151,7 +151,7 @@ class Batches:
         """x and y on the device, and how many targets count."""
         count = np.count_nonzero(y.numpy() != -1)
         if count == 0:
-            # One target at least must stay: the mean of none is NaN. It has weight 0.
+            # Keep one target: the mean over none is NaN. The batch has weight 0.
             y[0, 0] = 0
         x, y = self.to_device(x, y)
         return x, y, count
@@ -256,34 +256,26 @@ class TokenFiles:
 # ---------- files -------------------------------------------------------------
 
 
+def is_mixture(dataset):
+    """True for several data sets, such as web:7,code:3."""
+    return not os.path.isdir(dataset) and any(mark in dataset for mark in ":,")
+
+
+def mixture_module(dataset):
+    return extra("mixture", wanted_by=f"dataset={dataset}")
+
+
 def data_dir(dataset):
-    """data/<dataset>; a path to a directory is taken as it is. For a mixture it is that of the
-    first set: all have the same vocabulary."""
-    name = next(iter(weights_of(dataset)))
-    return Path(name) if os.path.isdir(name) else HERE / name
-
-
-def require_one_vocabulary(names):
-    """SystemExit if the data sets of a mixture do not say that they share one."""
-    first, *others = names
-    for name in others:
-        if vocabulary(name) != vocabulary(first):
-            raise SystemExit(
-                f"{data_dir(name)} and {data_dir(first)} have different vocabularies, by their "
-                "meta.json; prepare both with the same --tokenizer")
-
-
-def vocabulary(name):
-    """What meta.json says about it, and the tokenizer's file if there is one."""
-    meta = read_meta(data_dir(name))
-    file = data_dir(name) / "tokenizer.json"
-    said = {key: meta.get(key) for key in ("vocab_size", "tokenizer", "chars")}
-    return said, file.read_bytes() if file.exists() else None
+    """data/<dataset>; a path to a directory is taken as it is. A mixture has the directory of
+    its first data set, since all have the same vocabulary."""
+    if is_mixture(dataset):
+        dataset = next(iter(mixture_module(dataset).parse_mixture(dataset)))
+    return Path(dataset) if os.path.isdir(dataset) else HERE / dataset
 
 
 def read_meta(directory):
-    """What a data set says about its tokens: vocab_size, and a tokenizer's name or a list
-    of chars; {} if it says nothing. SystemExit if that is damaged."""
+    """The data set's meta.json or meta.pkl: vocab_size, and a tokenizer's name or a list of
+    chars; {} if it has neither. SystemExit if the file is damaged."""
     readers = {"meta.json": json.load, "meta.pkl": load_pickle}
     for name, load in readers.items():
         path = Path(directory, name)
@@ -336,8 +328,8 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 def train_order(n, seed, first, count, number=0):
-    """Windows of training samples first .. first + count - 1 of the mixture's set `number`,
-    which has n. An epoch is n samples."""
+    """The windows, out of n, of training samples first .. first + count - 1. An epoch is n
+    samples. Another `number` gives another order."""
     epochs, samples = np.divmod(np.arange(first, first + count), n)
     order = np.empty(count, np.int64)
     for epoch in set(epochs.tolist()):
@@ -348,7 +340,7 @@ def train_order(n, seed, first, count, number=0):
 
 
 def permute(numbers, n, key):
-    """Where they go in a pseudo-random permutation of range(n), in O(1) memory."""
+    """These elements of a pseudo-random permutation of range(n), in O(1) memory."""
     # A Feistel network permutes the numbers below side * side, which is at least n.
     bits = ((n - 1).bit_length() + 1) // 2
     side = 1 << max(1, bits)

@@ -48,11 +48,11 @@ import numpy as np
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parent))
-from data.chat import chat_template  # noqa: E402
 from data.documents import documents, up_to  # noqa: E402
 from data.files import (  # noqa: E402
     RECORD,
     STATE,
+    extra,
     file_pattern,
     header,
     open_masks,
@@ -60,7 +60,7 @@ from data.files import (  # noqa: E402
     read_record,
     shard_name,
 )
-from data.tokenizer import BESIDE, TOKENIZER, encoder  # noqa: E402
+from data.tokenizer import encoder  # noqa: E402
 
 SPLITS = ("train", "val")
 MANY = 10_000  # tokens: a smaller split gives no useful loss
@@ -510,7 +510,7 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, **defaults):
     args.shard_tokens -= args.shard_tokens % args.window  # whole windows
     own = encoder(args.tokenizer)  # here first: a mistake is then one line, not one per worker
     if args.chat:
-        chat_template(own.file)
+        extra("chat", wanted_by="--chat").chat_template(own)
     out = Path(args.out or HERE / args.name)
     with output_directory(out):
         prepare(args, own, out)
@@ -566,15 +566,9 @@ def prepare(args, own, out):
             tokens.add(chunk, parts)
             bar.update(sum(map(tokens.count, parts)))
 
-    files = {}
-    tokenizer = args.tokenizer
-    if own.file:  # copies, so that the directory is whole wherever it goes
-        tokenizer = TOKENIZER
-        files[TOKENIZER] = [Path(own.file).read_bytes()]
-        for path in map(Path(own.file).with_name, BESIDE):
-            if path.exists():
-                files[path.name] = [path.read_bytes()]
-    meta = {"vocab_size": own.vocab_size, "tokenizer": tokenizer}
+    # A tokenizer's files come along, so that the directory is whole wherever it goes.
+    files = {name: [path.read_bytes()] for name, path in own.files.items()}
+    meta = {"vocab_size": own.vocab_size, "tokenizer": own.name}
     if args.window > 1:
         meta["window"] = args.window
     files["meta.json"] = [json.dumps(meta).encode()]

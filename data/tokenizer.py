@@ -1,47 +1,39 @@
 """
 Tokenizers: text to token ids and back.
 
-    encode, decode, n = tokenizer(meta, directory)    # as the data's meta.json says
-    encoder("HuggingFaceTB/SmolLM2-135M")    # an Encoder, as a user of prepare.py says
+    encode, decode, n = tokenizer(meta, directory)    # to sample: as the data's meta.json says
+    encoder("gpt2")    # to prepare data: an Encoder, as a user of prepare.py names it
 
-GPT-2's is tiktoken's; bytes and characters need no library. Any other is a tokenizer.json
-of the `tokenizers` library, which prepare.py copies beside the tokens, so that the
-directory can move.
+GPT-2's is tiktoken's; bytes and characters need no library. Any other is a tokenizer.json,
+Hugging Face's format, which prepare.py copies beside the tokens.
 """
 
-import json
 import os
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.files import extra
+
 TOKENIZER = "tokenizer.json"
 TOKENIZERS = ("gpt2", "bytes", TOKENIZER)  # what a meta.json may name
-# Files beside it, which say where text ends and how chats are written.
-BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-# How models name their end of a document, where no tokenizer_config.json says.
-ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 
 
 # ---------- to sample: as the data says ---------------------------------------
 
 
 def tokenizer(meta, directory=""):
-    """(encode: str -> [id], decode: [id] -> str, number of real tokens) for what read_meta
-    has read in directory. Without a tokenizer, text is token ids with commas."""
+    """(encode: str -> [id], decode: [id] -> str, number of real tokens). meta: as read_meta
+    returns it for `directory`. Without a tokenizer, text is token ids with commas."""
     name = name_of(meta, directory)
     if name == "characters":
         return of_characters(meta["chars"])
     if name == "bytes":
         return lambda text: list(text.encode()), decode_bytes, meta["vocab_size"]
     if name == TOKENIZER:
-        hf, vocab_size = open_tokenizer(os.path.join(directory, TOKENIZER))
+        file = os.path.join(directory, TOKENIZER)
+        hf, vocab_size = extra("hf_tokenizer", wanted_by=file).open_tokenizer(file)
         return lambda text: hf.encode(text).ids, hf.decode, vocab_size
     if name == "gpt2":
         bpe = gpt2_bpe()
@@ -50,7 +42,7 @@ def tokenizer(meta, directory=""):
 
 
 def name_of(meta, directory):
-    """Which tokenizer that is: characters, bytes, gpt2, tokenizer.json, or None."""
+    """The tokenizer's name: characters, bytes, gpt2, tokenizer.json, or None."""
     if "chars" in meta:
         return "characters"
     if "tokenizer" in meta:
@@ -83,7 +75,7 @@ def of_characters(chars):
 
 
 def decode_bytes(tokens):
-    """The text of these tokens. 256, where there is one, ends a document."""
+    """The text of these tokens. 256 ends a document, and is no byte."""
     return bytes(t for t in tokens if t < 256).decode(errors="replace")
 
 
@@ -97,34 +89,20 @@ class Encoder(NamedTuple):
     spans: Any
     end: int  # the id that ends a document
     vocab_size: int
-    file: str | None = None  # its tokenizer.json
+    name: str  # in meta.json
+    files: dict = {}  # {name: path}, to be copied beside the tokens
 
 
 @cache  # a worker of prepare.py asks for each chunk
 def encoder(name):
     """The Encoder gpt2 or bytes, or that of a tokenizer.json, a directory or a hub name."""
     if name == "bytes":
-        return Encoder(encode_bytes, spans_of_bytes, 256, 257)
+        return Encoder(encode_bytes, spans_of_bytes, 256, 257, name)
     if name == "gpt2":
         bpe = gpt2_bpe()
-        return Encoder(bpe.encode_ordinary, partial(spans_of_gpt2, bpe), bpe.eot_token, 50304)
-    file = name
-    if not os.path.isfile(name):
-        directory = local_copy("tokenizer", name, "tokenizer*.json", *BESIDE)
-        file = os.path.join(directory, TOKENIZER)
-    hf, vocab_size = open_tokenizer(file)
-    config = Path(file).with_name("tokenizer_config.json")
-    eos = None
-    if config.exists():
-        eos = json.loads(config.read_text("utf-8")).get("eos_token")
-    if isinstance(eos, dict):
-        eos = eos["content"]
-    for end in (eos, *ENDS):
-        if end in hf.get_vocab():
-            end_id = hf.token_to_id(end)
-            spans = partial(spans_of_file, hf)
-            return Encoder(lambda text: hf.encode(text).ids, spans, end_id, vocab_size, file)
-    raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
+        spans = partial(spans_of_gpt2, bpe)
+        return Encoder(bpe.encode_ordinary, spans, bpe.eot_token, 50304, name)
+    return extra("hf_tokenizer", wanted_by=f"tokenizer={name}").encoder_of(name)
 
 
 def encode_bytes(text):
@@ -142,9 +120,9 @@ def spans_of_gpt2(bpe, text, add_special_tokens=True):  # there are none to add
 
 
 def spans_of_pieces(text, sizes):
-    """[(start, end)] in characters, of pieces of so many bytes. One may hold part of a
-    character."""
-    character = []  # that each byte belongs to
+    """[(start, end)]: the characters that each piece has a byte of. sizes: of the pieces, in
+    bytes; one may be part of a character."""
+    character = []  # of each byte
     for i, one in enumerate(text):
         character += [i] * len(one.encode())
     spans = []
@@ -155,45 +133,8 @@ def spans_of_pieces(text, sizes):
     return spans
 
 
-def spans_of_file(hf, text, add_special_tokens=True):
-    found = hf.encode(text, add_special_tokens=add_special_tokens)  # <s> and the like
-    return found.ids, found.offsets
-
-
-# ---------- where they come from ----------------------------------------------
-
-
-def open_tokenizer(file):
-    """(the library's tokenizer, its vocab_size) from a tokenizer.json."""
-    try:
-        from tokenizers import Tokenizer  # here: few need it
-        hf = Tokenizer.from_file(file)
-    except Exception as e:  # the library raises plain Exceptions
-        raise SystemExit(
-            f"{file}: not a tokenizer of the library (pip install tokenizers): {e}")
-    # Some files ask for both, for batches; a document is taken as it is.
-    hf.no_truncation()
-    hf.no_padding()
-    return hf, max(hf.get_vocab().values()) + 1
-
-
-def local_copy(key, name, *patterns):
-    """The directory `name`, or a copy of the hub's files that match the patterns. key: what
-    a user has said it with."""
-    if os.path.isdir(name):
-        return name
-    try:
-        from huggingface_hub import snapshot_download
-        hub = f"openai-community/{name}" if name.startswith("gpt2") else name
-        return snapshot_download(hub, allow_patterns=list(patterns))
-    except Exception as e:
-        raise SystemExit(
-            f"{key}={name}: neither a directory here nor on the Hugging Face hub "
-            f"({type(e).__name__}); without a network it must be a local directory")
-
-
 def gpt2_bpe():
-    """GPT-2's tokenizer; SystemExit with the remedy if its vocabulary cannot be had."""
+    """GPT-2's tokenizer. SystemExit if its vocabulary cannot be downloaded."""
     import tiktoken
     try:
         return tiktoken.get_encoding("gpt2")

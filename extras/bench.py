@@ -25,7 +25,7 @@ import torch
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import DTYPES, load_config, resolve
-from data.loader import Batches
+from data.loader import open_batches
 from metrics import flops_per_token, peak_flops, peak_memory
 from ranks import print0, run, setup
 from train import build, meta_model, train_step, with_vocabulary
@@ -96,7 +96,7 @@ def parse(argv):
 def training(cfg, world):
     """A run that yields each step's milliseconds (all ranks). It is a generator, so that
     several runs can take turns."""
-    batches = Batches(cfg, world)
+    batches = open_batches(cfg, world)
     wrapped, optimizer = build(meta_model(cfg), cfg, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
     for step in count():

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from checkpoint import BUFFERS, Source, write_atomically, writing
 from configurator import DTYPES, Config, model_file, package
 from data.loader import data_dir, read_meta
-from data.tokenizer import BESIDE, TOKENIZER, encoder, gpt2_bpe, local_copy, name_of
+from data.tokenizer import TOKENIZER, encoder, gpt2_bpe, name_of
+from extras.hf_tokenizer import BESIDE, local_copy
 from ranks import World, first_line, run
 from train import open_source
 

@@ -84,7 +84,7 @@ from configurator import (  # noqa: E402
     model_file,
     resolve,
 )
-from data.loader import Batches  # noqa: E402
+from data.loader import open_batches  # noqa: E402
 from model import GPT, GPTConfig, derive_seed  # noqa: E402
 
 # -----------------------------------------------------------------------------
@@ -447,7 +447,7 @@ RATES = [1e-3 / 3, 2e-3 / 3, 1e-3, 9.931634888554936e-4, 9.728616793536588e-4]
 def plain_training(cfg):
     """The same run in plain PyTorch, with a loop, a schedule and AdamW of its own: (losses, norms
     of the gradients, weights, {name: where a weight has had a gradient})."""
-    model, batches = plain_model(cfg).train(), Batches(cfg, ranks.World())
+    model, batches = plain_model(cfg).train(), open_batches(cfg, ranks.World())
     named = dict(model.named_parameters())
     for name, p in named.items():
         if cfg.freeze and re.search(cfg.freeze, name):
@@ -498,7 +498,7 @@ def built(tmp, **overrides):
     wrapped, optimizer = train.build(model, cfg, world)
     return types.SimpleNamespace(
         world=world, cfg=cfg, wrapped=wrapped, model=model,
-        optimizer=optimizer, batches=Batches(cfg, world))
+        optimizer=optimizer, batches=open_batches(cfg, world))
 
 
 def steps(run, first=0, n=1, scaler=None):

@@ -114,10 +114,10 @@ def test_a_prefetched_batch_is_the_one_that_follows_and_is_not_kept(tmp):
 @pytest.mark.parametrize("size, eval_iters", [(1, 5), (2, 5), (3, 5), (4, 5), (3, 100)])
 def test_evaluation_visits_each_fixed_window_once_on_any_number_of_ranks(tmp, size, eval_iters):
     parts = batches_of(tmp, size, eval_iters=eval_iters)
-    (name, files), = parts[0].files["val"].items()
+    files = parts[0].files["val"]
     order = loader.eval_order(len(files), eval_iters * 2)
     assert len(order) == min(len(files), eval_iters * 2)
-    seen = [list(part.fixed("val", name)) for part in parts]
+    seen = [list(part.fixed("val")) for part in parts]
     assert len({len(micro_batches) for micro_batches in seen}) == 1  # forwards are collectives
     rows = []
     for x, y, weight in itertools.chain(*zip(*seen)):
@@ -458,7 +458,7 @@ def test_prepare_cuts_few_documents_in_two(tmp_path, n, options):
 
 
 def test_prepare_takes_names_columns_and_templates(tmp_path):
-    """Names of files are no patterns; 0 is text, and null is none; alpaca's own template."""
+    """Names of files are no patterns; 0 is text, and null is none."""
     pytest.importorskip("datasets")
     rows = [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}]
     path = write_jsonl(tmp_path / "a[1].jsonl", rows)
@@ -474,11 +474,6 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
     (tmp_path / "b.md").write_text("{n}")
     train, val = prepared([tmp_path / "b.md", path], tmp_path / "o", column="n")
     assert sorted(split_documents(train + val)) == [b"0", b"12", b"{n}"]
-
-    write_jsonl(path, [dict(instruction="Say", input="it", output="what")] * 2)
-    train, val = prepared([path], tmp_path / "o", command=["data/alpaca/prepare.py"])
-    text = b"### Instruction:\nSay\nit\n### Response:\nwhat"
-    assert split_documents(train + val) == [text] * 2
 
 
 def test_prepare_takes_files_as_other_programs_write_them(tmp_path):

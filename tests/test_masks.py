@@ -227,7 +227,7 @@ def test_without_masks_every_number_is_that_of_the_mean_of_means(tmp, tmp_path):
         total += loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     assert found[0][1] == (total.item(), norm.item())
-    files = run.batches.files["val"][run.cfg.dataset]
+    files = run.batches.files["val"]
     total = weights = 0.0
     with torch.no_grad():
         for i in range(0, len(files), 2):

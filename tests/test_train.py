@@ -387,7 +387,7 @@ def test_evaluation_with_a_partial_last_batch_is_the_mean_over_windows(tmp):
     for rank in range(2):
         world = World(rank, 2)
         with patch.object(train, "all_reduce_mean_", lambda x, world: sums.append(x.item())):
-            train.evaluate(gpt, train.Batches(cfg, world), cfg, world)
+            train.evaluate(gpt, train.open_batches(cfg, world), cfg, world)
     total, windows = sum(sums[2::4]), sum(sums[3::4])  # after those of the train split
     assert windows == 37 and total / windows == pytest.approx(expected, rel=1e-6)
 

@@ -108,7 +108,7 @@ def test_house_pages_name_all_in_extras_that_know_strategies_by_name():
 
 # The files that may name extras/: they look for it, and say so if it is not here.
 LOOKUPS = {
-    "configurator.py", "conftest.py", "tests/commands.py", "tests/harness.py",
+    "configurator.py", "conftest.py", "data/files.py", "tests/commands.py", "tests/harness.py",
     "tests/test_contract.py", "tests/test_readme.py"}
 
 

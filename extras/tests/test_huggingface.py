@@ -144,7 +144,7 @@ def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, name, 
     source = source_of(model, config={"dataset": "gone"}, meta=meta, kept=kept)
     export(source, str(tmp_path))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    texts = [*TEXTS, *map(read_source, ("train.py", "tests/test_chat.py"))]
+    texts = [*TEXTS, *map(read_source, ("train.py", "extras/tests/test_chat.py"))]
     for text in texts:
         assert theirs(text)["input_ids"] == list(encode(text))
         assert theirs.decode(encode(text)) == text

@@ -17,10 +17,10 @@ turn becomes a document of its own, with the conversation before it.
 import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.documents import Document
+from data.tokenizer import TOKENIZER
 
 ROLES = {"human": "user", "gpt": "assistant"}  # {ShareGPT's name: that of the templates}
 
@@ -41,7 +41,7 @@ class Chat:
     def documents(self, encoder):
         """[Document]: the whole conversation, or each of its turns if the template writes
         earlier ones differently."""
-        return turns(self.messages, chat_template(encoder.file))
+        return turns(self.messages, chat_template(encoder))
 
 
 # ---------- from rows to messages ---------------------------------------------
@@ -95,9 +95,13 @@ class Template(NamedTuple):
     special: tuple  # the special tokens, one of which ends a turn
 
 
+def chat_template(encoder):
+    """The Template beside the encoder's tokenizer.json. SystemExit if there is none."""
+    return open_template(encoder.files.get(TOKENIZER))
+
+
 @cache  # a worker of prepare.py asks for each chat
-def chat_template(file):
-    """The Template beside a tokenizer.json. SystemExit if there is none."""
+def open_template(file):
     try:
         import jinja2  # noqa: F401  transformers writes with it
         import transformers
@@ -106,7 +110,7 @@ def chat_template(file):
     theirs = None
     if file:
         transformers.logging.set_verbosity_error()
-        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(Path(file).parent)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(file.parent)
     if not theirs or not theirs.chat_template:
         raise SystemExit(
             "--chat: this tokenizer has no chat template; pass --tokenizer= the directory or "

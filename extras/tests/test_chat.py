@@ -1,7 +1,7 @@
 """
 Which tokens are learned: chats and --learn of data/prepare.py, and the masks that it writes.
 
-    python -m pytest -q tests/test_chat.py
+    python -m pytest -q extras/tests/test_chat.py
 """
 
 import itertools
@@ -11,24 +11,26 @@ import os
 import re
 import shutil
 import signal
+from glob import glob
 
 import numpy as np
 import pytest
-from harness import copied, refused, shell
+from harness import HERE, copied, refused, script, shell
 from test_data import (
     files_of,
     gpt2_or_skip,
     prepare,
+    prepared,
     run_prepare,
     split_documents,
     write_jsonl,
 )
 
 from data import prepare as prepare_py
-from data.chat import chat_of, message
 from data.documents import render
 from data.files import STATE, open_masks, open_split
 from data.tokenizer import encoder, gpt2_bpe
+from extras.chat import chat_of, message
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -265,6 +267,28 @@ def piece(name, hf, token):
     if name == "gpt2":
         return gpt2_bpe().decode_single_token_bytes(token)
     return "x" if name == "bytes" else hf.id_to_token(token)
+
+
+def test_every_prepare_of_extras_runs_and_has_help():
+    names = glob("extras/data/*/prepare.py", root_dir=HERE)
+    assert names
+    for path in names:
+        p = script(path, "--help")
+        assert p.returncode == 0 and f"python {path}" in p.stdout
+
+
+def test_prepare_takes_alpacas_template(tmp_path):
+    pytest.importorskip("datasets")
+    rows = [dict(instruction="Say", input="it", output="what")] * 2
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    train, val = prepared([path], tmp_path / "o", command=["extras/data/alpaca/prepare.py"])
+    text = b"### Instruction:\nSay\nit\n### Response:\nwhat"
+    assert split_documents(train + val) == [text] * 2
+    assert set(open_masks(open_split(tmp_path / "o", "train"))) == set()
+    prepared([path], tmp_path / "o", command=["extras/data/alpaca/prepare.py"], learn="output")
+    for split in ("train", "val"):
+        tokens, learned = documents_of(tmp_path / "o", split, window=1)
+        assert bytes(tokens[learned == 1][:4].astype(np.uint8)) in b"what"
 
 
 def documents_of(directory, split, window):

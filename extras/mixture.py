@@ -1,29 +1,60 @@
 """
 A mixture of data sets: --dataset=fineweb_edu:7,my_code:2,my_math:1
 
-    weights_of("web:7,code:2,math:1")  # {"web": 7, "code": 2, "math": 1}
+    parse_mixture("web:7,code:2,math:1")  # {"web": 7, "code": 2, "math": 1}
     mixture = Mixture([7, 2, 1])
-    mixture.sets(20, 3)                # of samples 20, 21 and 22: the number of each one's set
+    mixture.sets(20, 3)                # for samples 20, 21 and 22: which set each comes from
     mixture.taken(20)                  # [14, 4, 2] samples of each set came before sample 20
 
 A sample's number alone decides which set it comes from. At any point of a run each set has
-had its share of the samples, rounded up or down.
+had its share of the samples, rounded up or down. Each set has its own epochs, in an order of
+its own.
 """
 
 import math
-import os
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
+from data.loader import Batches, data_dir, read_meta, train_order
+
 LONGEST = 100_000  # samples until the pattern repeats; it is computed when a run starts
 
 
-def weights_of(dataset):
-    """{name: weight} of the key `dataset`, in whole numbers without a common divisor; of one
-    set {its name: 1}. SystemExit if it is no mixture."""
-    if os.path.isdir(dataset) or not any(mark in dataset for mark in ":,"):
-        return {dataset: 1}
+class MixedBatches(Batches):
+    """Batches whose samples come from several data sets."""
+
+    def open(self):
+        weights = parse_mixture(self.cfg.dataset)
+        require_one_vocabulary(weights)
+        self.mixture = Mixture([*weights.values()])
+        total = sum(weights.values())
+        parts = []
+        for name, weight in weights.items():
+            part = Batches(replace(self.cfg, dataset=name), self.world)
+            parts.append((name, weight / total, part))
+        return parts
+
+    def samples(self, first, count):
+        """As Batches.samples, with an entry for each data set."""
+        sets = self.mixture.sets(first, count)
+        taken = self.mixture.taken(first)
+        found = []
+        for number, (_, _, part) in enumerate(self.parts):
+            files = part.files["train"]
+            rows = np.flatnonzero(sets == number)
+            windows = train_order(len(files), self.cfg.seed, taken[number], len(rows), number)
+            found.append((files, rows, windows))
+        return found
+
+
+# ---------- which data sets ---------------------------------------------------
+
+
+def parse_mixture(dataset):
+    """{name: weight} of the key `dataset`, in whole numbers without a common divisor.
+    SystemExit if it is no mixture."""
     weights = {}
     for part in dataset.split(","):
         name, _, text = part.rpartition(":")
@@ -45,6 +76,27 @@ def weights_of(dataset):
             f"dataset={dataset!r}: the proportions {':'.join(map(str, whole))} repeat only after "
             f"{sum(whole):,} samples; round the weights, {LONGEST:,} is the most")
     return dict(zip(weights, whole))
+
+
+def require_one_vocabulary(names):
+    """SystemExit unless the data sets say that they have the same vocabulary."""
+    first, *others = names
+    for name in others:
+        if vocabulary(name) != vocabulary(first):
+            raise SystemExit(
+                f"{data_dir(name)} and {data_dir(first)} have different vocabularies, by their "
+                "meta.json; prepare both with the same --tokenizer")
+
+
+def vocabulary(name):
+    """The vocabulary by meta.json, and the tokenizer's file if there is one."""
+    meta = read_meta(data_dir(name))
+    file = data_dir(name) / "tokenizer.json"
+    said = {key: meta.get(key) for key in ("vocab_size", "tokenizer", "chars")}
+    return said, file.read_bytes() if file.exists() else None
+
+
+# ---------- which sample from which -------------------------------------------
 
 
 class Mixture:

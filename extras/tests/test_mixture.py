@@ -1,7 +1,7 @@
 """
-A mixture of data sets (data/mixture.py): proportions, epochs, any number of ranks, resuming.
+A mixture of data sets (extras/mixture.py): proportions, epochs, any number of ranks, resuming.
 
-    python -m pytest -q tests/test_mixture.py
+    python -m pytest -q extras/tests/test_mixture.py
 """
 
 import json
@@ -16,7 +16,7 @@ from harness import make_data, read_ckpt, read_metrics, refused, run_training, t
 
 import sample
 from data import loader
-from data.mixture import Mixture, weights_of
+from extras.mixture import Mixture, parse_mixture
 from ranks import World
 
 WEIGHTS = [5, 2, 1]
@@ -57,7 +57,7 @@ def rows_of(dataset, ranks, steps, batch_size=2, accumulation=4):
     """Inputs of these steps' samples in order, and the sum of the weights of each step."""
     cfg = tiny("", dataset=dataset, batch_size=batch_size,
                gradient_accumulation_steps=accumulation, eval_iters=100)
-    parts = [loader.Batches(cfg, World(rank, ranks)) for rank in range(ranks)]
+    parts = [loader.open_batches(cfg, World(rank, ranks)) for rank in range(ranks)]
     rows, weights = [], []
     for step in steps:
         of_step = [part.get(step, micro)
@@ -136,17 +136,17 @@ def test_a_mixture_resumes_bit_for_bit_and_says_the_loss_of_each_set(sets, monke
 def test_what_is_no_mixture_is_refused(sets, mixture):
     path, _ = sets
     dataset = mixture.format(a=f"{path}/s0", b=f"{path}/s1")
-    assert dataset in refused(loader.Batches, tiny("", dataset=dataset), World())
+    assert dataset in refused(loader.open_batches, tiny("", dataset=dataset), World())
 
 
 def test_weights_and_vocabularies(sets, tmp_path):
-    assert weights_of("web") == {"web": 1}
-    assert weights_of("web:0.7,c:/code:0.2,math:1/10") == {"web": 7, "c:/code": 2, "math": 1}
-    assert weights_of("a:60000,b:60000") == {"a": 1, "b": 1}  # else they repeat too late
-    assert weights_of("a:0.6,b:0.3") == {"a": 2, "b": 1}
+    assert not loader.is_mixture("web")
+    assert parse_mixture("web:0.7,c:/code:0.2,math:1/10") == {"web": 7, "c:/code": 2, "math": 1}
+    assert parse_mixture("a:60000,b:60000") == {"a": 1, "b": 1}  # else they repeat too late
+    assert parse_mixture("a:0.6,b:0.3") == {"a": 2, "b": 1}
     directory = tmp_path / "a:1,b"  # a name, since it is there
     directory.mkdir()
-    assert weights_of(str(directory)) == {str(directory): 1}
+    assert not loader.is_mixture(str(directory)) and loader.is_mixture("a:1,b:2")
 
     path, _ = sets
     other = str(tmp_path / "other")
@@ -155,12 +155,12 @@ def test_weights_and_vocabularies(sets, tmp_path):
     for meta in ({"vocab_size": 67, "tokenizer": "bytes"}, {"vocab_size": 66}, {}):
         with open(f"{other}/meta.json", "w") as f:
             json.dump(meta, f)
-        assert f"{path}/s0" in refused(loader.Batches, cfg, World())
+        assert f"{path}/s0" in refused(loader.open_batches, cfg, World())
     with open(f"{other}/meta.json", "w") as f:  # as many characters, of which two change places
         json.dump({"vocab_size": 67, "chars": [CHARS[1], CHARS[0], *CHARS[2:]]}, f)
-    assert f"{path}/s0" in refused(loader.Batches, cfg, World())
+    assert f"{path}/s0" in refused(loader.open_batches, cfg, World())
     shutil.copy(f"{path}/s0/meta.json", f"{other}/meta.json")
-    loader.Batches(cfg, World())
+    loader.open_batches(cfg, World())
     with open(f"{other}/tokenizer.json", "w") as f:  # another one of the same size
         f.write("{}")
-    assert f"{path}/s0" in refused(loader.Batches, cfg, World())
+    assert f"{path}/s0" in refused(loader.open_batches, cfg, World())
