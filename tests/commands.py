@@ -145,10 +145,10 @@ def in_the_table(rows_of, pages):
         assert commands[len(rows):] == [], f"{page}: in no row"
 
 
-def run_elsewhere(rows_of):
-    """The tests that rows name are there."""
-    files = {os.path.basename(path): path
-             for path in glob("**/test_*.py", root_dir=HERE, recursive=True)}
+def run_elsewhere(rows_of, folder="tests"):
+    """The tests that rows name are in the folder; for the core, so without extras/."""
+    found = glob(f"{folder}/**/test_*.py", root_dir=HERE, recursive=True)
+    files = {os.path.basename(path) for path in found}
     for page, rows in rows_of.items():
         for _, row in rows:
             for name in re.findall(r"\btest_\w+(?:\.py)?", getattr(row, "why", "")):
