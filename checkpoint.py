@@ -60,7 +60,7 @@ except ModuleNotFoundError as e:
     raise SystemExit(f"{e}: take Linux or macOS, and on Windows WSL 2")
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
-# Other programs' masks and angles, which are no parameters.
+# Buffers in the files of other programs: attention masks, rotary frequencies. We skip them.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in one process
 
@@ -155,7 +155,9 @@ def load(source, model, optimizer, world):
 
 
 def load_tensors(source, tensors, config, world):
-    """Set tensors, {flat key: tensor}, from the source (all ranks)."""
+    """Set tensors, {flat key: tensor}, from the source (all ranks). Each rank takes the rows that
+    it keeps now, whatever ranks have written them: DCP reads a sharded source's, and rank 0 sends
+    a full one's tensors whole."""
     for key, t in tensors.items():
         require_shape(source, key, tuple(t.shape), config)
     if source.sharded:
@@ -166,7 +168,7 @@ def load_tensors(source, tensors, config, world):
         full = None
         if world.rank == 0:
             rows = tuple(slice(n) for n in t.shape)
-            full = source.get(key)[rows]  # fewer of a position table
+            full = source.get(key)[rows]  # a shorter context takes fewer rows of positions
         if world.size > 1:
             # Rank 0 may read its disk for long. Wait here: the broadcast would time out.
             dist.barrier(patient_group())
@@ -663,7 +665,7 @@ class Saver:
         written, or when the rows of a sharded one are copied to host memory.
         improved: the validation loss is the best so far."""
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        self.wait()  # NaN in this state would cut off the save before
+        self.wait()  # for the save before: if this state is not finite, the run ends below
         start = time.perf_counter()
         tensors = flat_state(model, optimizer)
         require_finite_state(tensors, self.world, step)
@@ -688,6 +690,10 @@ class Saver:
             name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
             self.conclude(lambda: self.save_full(path, name, flat, header), step, start)
             return
+        if step == self.newest and from_rank0(self.world, lambda: os.path.isdir(path)):
+            # The one that this run has resumed from. It is now known to be the best.
+            self.conclude(lambda: self.mark_best(path), step, start)
+            return
         # A killed run may have left a part of one there.
         from_rank0(self.world, lambda: remove_sharded(path))
         # Copied to the host here, not in the background: a new thread's device is
@@ -700,12 +706,14 @@ class Saver:
         """Rank 0 writes out_dir/<name>, and gives a milestone the name path.pt too. Returns
         the finish time."""
         def write():
-            full = os.path.join(self.out_dir, name)
+            target = os.path.join(self.out_dir, name)
             if is_milestone(header["iter_num"], self.cfg):
                 write_ckpt_pt(path + ".pt", flat, header)
-                replace_link(os.link, path + ".pt", full)
-            else:
-                write_ckpt_pt(full, flat, header)
+                try:
+                    return replace_link(os.link, path + ".pt", target)
+                except CannotWrite:
+                    pass  # a file system without hard links: write it twice
+            write_ckpt_pt(target, flat, header)
 
         from_rank0(self.world, write, self.group)
         return time.perf_counter()
@@ -721,6 +729,12 @@ class Saver:
             remove_older(path, self.best, self.cfg)
 
         from_rank0(self.world, complete, self.group)
+        return time.perf_counter()
+
+    def mark_best(self, path):
+        """Let a sharded checkpoint that is there be the best. Returns the finish time."""
+        self.best = os.path.basename(path)
+        from_rank0(self.world, lambda: remove_older(path, self.best, self.cfg))
         return time.perf_counter()
 
     def poll(self):

@@ -51,7 +51,7 @@ STRATEGIES = {
     "single": Strategy(),
     "ddp": Strategy(),
     "shard_grad_op": Strategy(sharded=True, keeps_gathered=True),
-    "full_shard": Strategy(sharded=True),
+    "full_shard": Strategy(sharded=True),  # the defaults: a unit is freed after its forward
     "hybrid_shard": Strategy(sharded=True, in_groups=True),
 }
 DTYPES = {
@@ -70,7 +70,7 @@ Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or mo
 Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
 Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps or cuda"]
-Path = Annotated[str, lambda s: s != "", "a name or a path"]
+NonEmpty = Annotated[str, lambda s: s != "", "a name or a path"]
 PLAIN = {  # the types of a model file's keys
     int: Annotated[int, lambda n: True, "a whole number"],
     float: Annotated[float, math.isfinite, "a finite number"],
@@ -82,7 +82,7 @@ PLAIN = {  # the types of a model file's keys
 @dataclass
 class Config:
     # --- files
-    out_dir: Path = "out"  # checkpoints and metrics.jsonl
+    out_dir: NonEmpty = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
     #   another run's out_dir, whose weights it takes, or in Hugging Face format:
     #   gpt2[-medium|-large|-xl], another hub name, a directory;
@@ -104,7 +104,7 @@ class Config:
     wandb_run_name: str = "run"
     tensorboard: bool = False  # log to TensorBoard too, in out_dir
     # --- data
-    dataset: Path = "openwebtext"  # a directory below data/, or any path with train.bin and val.bin
+    dataset: NonEmpty = "openwebtext"  # below data/, or a path, with train.bin and val.bin
     #   a mixture by tokens: fineweb_edu:7,my_code:2,my_math:1
     gradient_accumulation_steps: Positive = 40  # micro-batches per step, over all ranks together
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
@@ -235,7 +235,7 @@ def config_class(model, adapter=""):
                     "(and the file without from __future__ import annotations)")
             taken.add(f.name)
 
-    def check(self):
+    def check(self):  # each part's own test of its keys
         for part in parts.values():
             if hasattr(part, "__post_init__"):
                 part.__post_init__(self)
@@ -297,9 +297,10 @@ def load_config(argv, flags=()):
     for key in list(values):
         if key in cls.__dataclass_fields__:
             continue
-        if not adapter_of(key):  # it stood before --model
+        # A later --model or --adapter has no such key.
+        if not adapter_of(key):
             raise SystemExit(f"{key}: model={cls.model} has no such key; use --help")
-        del values[key]  # --adapter= came after it
+        del values[key]  # --adapter= turns a file's adapter off, with all its keys
     return make_config(cls, {**values, "given": list(values)})
 
 
@@ -340,9 +341,10 @@ def run_file(path, before):
 
 
 def with_sizes(cfg, model, sizes, where, whole_context=True):
-    """cfg with a checkpoint's model and sizes; dropout stays this run's. `where` has them.
-    SystemExit if a file or a flag has set another value, but for a shorter block_size, which may
-    be set. whole_context=False: take cfg's shorter one even if it is only the default."""
+    """cfg with the model and sizes of a checkpoint; dropout stays this run's. SystemExit if a file
+    or a flag has set another value; a shorter block_size is allowed.
+    where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter, even
+    if it is only the default."""
     cls = class_with(config_class(model, cfg.adapter), sizes)
     values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
     for key, value in {"model": model, **sizes}.items():
@@ -454,8 +456,9 @@ def help_text(usage, model="gpt2", adapter=""):
 
 
 def resolve(cfg, world, distributed=None):
-    """cfg with strategy, dtype, grad_sync and shard_group_size spelled out. SystemExit if
-    keys can not be combined. distributed: is there a process group, or would there be?"""
+    """cfg with strategy, dtype, grad_sync and hybrid_shard's group size spelled out. SystemExit
+    if keys cannot be combined. distributed: True to resolve for ranks that are not here, with a
+    process group; None: as it is in this process."""
     if distributed is None:
         distributed = dist.is_initialized()
     strategy = cfg.strategy or ("full_shard" if distributed else "single")

@@ -1,5 +1,5 @@
 """
-FSDP2 in one file: the same lines as minimal.py, as functions with options; and DDP, to compare
+FSDP2 in one file: the same steps as minimal.py, as functions with options; and DDP, to compare
 with. It imports only torch (2.13 or later), so you can copy it into your own project:
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # else all ranks begin on GPU 0
@@ -166,8 +166,8 @@ def shard(
         if not any(p.requires_grad for p in unit.parameters()):
             unit.set_unshard_in_backward(False)
             unit.register_forward_hook(gather_if_backward_comes)
-    # In forward FSDP2 gathers a unit when its turn comes, beside compute that the GPU
-    # still has to do. prefetch_units gathers earlier.
+    # In forward FSDP2 gathers a unit when the CPU reaches it; the GPU is usually still computing
+    # the one before. prefetch_units gathers earlier.
     if prefetch_units:
         prefetch(model, units, prefetch_units)
 
@@ -204,7 +204,7 @@ def refuse_meta_buffers(model):
 
 
 def refuse_rounded_parameters(model):
-    """ValueError if a trained parameter is not in fp32: nor would its rows and moments be."""
+    """ValueError if a trained parameter is not in fp32: its rows would be rounded too."""
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype != torch.float32:
             raise ValueError(
@@ -249,7 +249,7 @@ def find_units(model, blocks, min_params: int = 0):
     refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
     if not min_params:
-        blocks = list(dict.fromkeys(blocks))  # a block that is used again may be listed again
+        blocks = list(dict.fromkeys(blocks))  # one that is used twice may be listed twice
         block_params = sum(p.numel() for p in blocks[0].parameters())
         embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
         large = [m for m in embeddings if m.weight.numel() > block_params and m.weight not in tied]
@@ -401,14 +401,14 @@ def watch_unit(unit, name):
     ]
 
 
-# ---------- before sharding: activations, compiling ---------------------------
+# ---------- activation checkpointing, compiling -------------------------------
 
 
 def checkpoint_activations(
     blocks, mode: str, offload_to_host: bool = False, pin_memory: bool = False
 ):
     """Keep less until backward, which computes the rest again while the block is gathered. It
-    replaces block.forward, and FSDP2's hooks run around that: so before or after `shard`.
+    replaces block.forward, which FSDP2's hooks run around, so call it before or after `shard`.
 
     blocks: without those whose forward changes buffers, as BatchNorm's does: it would run
         twice. The first one that backward will come to is a ValueError.
@@ -426,7 +426,7 @@ def checkpoint_activations(
     if mode == "selective":
         options["context_fn"] = partial(
             create_selective_checkpoint_contexts, keep_products)
-    for block in blocks:
+    for block in dict.fromkeys(blocks):  # one that is used twice may be listed twice
         # Replace forward: a wrapper module would change the parameters' names.
         block.forward = partial(checkpointed, block, block.forward, options)
         if offload_to_host:
@@ -480,7 +480,7 @@ def compile_blocks(blocks):
 
     dynamic=False: a run's shapes stay. Else a second model of other sizes in the same process
     would be compiled for any size."""
-    for block in blocks:
+    for block in dict.fromkeys(blocks):
         block.forward = torch.compile(block.forward, dynamic=False)
 
 

@@ -257,9 +257,9 @@ class Log:
         self.write(row)
 
     def saved(self, step, seconds, blocked_s):
-        """A save has ended. blocked_s: seconds that training was blocked. The next step's row
-        has them: one of its own would come late, as the save ran in the background."""
-        print0(self.world, f"saved step {step} in {seconds:.2f}s, of which training stood still "
+        """A save has ended. blocked_s: seconds that training was blocked. The next row of a
+        step has them: one of its own would come late, as the save ran in the background."""
+        print0(self.world, f"saved step {step} in {seconds:.2f}s, of which training was blocked "
                            f"for {blocked_s:.2f}s")
         self.save = dict(save_s=seconds, save_stood_s=blocked_s)
 

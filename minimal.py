@@ -63,7 +63,7 @@ def look(*args):
         if not isinstance(p, DTensor):
             whole += p.numel()
     print0(f"while block 1 runs, it also holds {whole:,} whole: "
-           "those of block 1 and of the root")
+           "block 1 and the root")
     hook.remove()
 
 

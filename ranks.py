@@ -86,13 +86,14 @@ def open_group(rank, size, device, backend):
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-def connect(group, device, gathers=False):
-    """Run each collective once in the group (collective). NCCL connects at first use, and
-    takes its memory then: now there is room for it. And a network that does not work shows
-    before a minute of compiling. Gloo has connected already.
-    gathers: also gather_full's collective, if rank 0 is in the group. (Muon connects its own.)
+def connect(group, device, with_gather=False):
+    """Set the group's timeout, and run each collective once in it (collective). NCCL connects at
+    first use, and takes its memory then: now there is room for it. And a network that does not
+    work shows before a minute of compiling. Gloo has connected already.
+    with_gather: also gather_full's collective, if rank 0 is in the group. (Muon connects its
+    own.)
     """
-    if dist.get_backend(group) != "fake":  # whose ranks are not there to wait for
+    if dist.get_backend(group) != "fake":  # a backend without peers, and without a timeout
         group.set_timeout(TIMEOUT)  # PyTorch would let hybrid_shard's wait for 30 minutes
     if "nccl" not in dist.get_backend_config(group):
         return
@@ -101,7 +102,7 @@ def connect(group, device, gathers=False):
     dist.all_gather_single(each, one, group=group)
     dist.reduce_scatter_single(one, each, group=group)
     dist.all_reduce(one, group=group)
-    if gathers and 0 in dist.get_process_group_ranks(group):
+    if with_gather and 0 in dist.get_process_group_ranks(group):
         pieces = list(each.split(1)) if dist.get_rank() == 0 else None
         dist.gather(one, pieces, dst=0, group=group)
     each.tolist()  # wait for them
@@ -149,7 +150,7 @@ def print0(world, *args, file=None):
 
 
 def all_reduce_mean_(x, world, patient=False):
-    """Make tensor x its mean over all ranks, in place; returns it (collective).
+    """Replace tensor x by its mean over all ranks, in place; returns it (collective).
     patient: wait for hours, since a rank may come late from its disk."""
     if world.size > 1:
         dist.all_reduce(x, group=patient_group() if patient else None)
@@ -158,7 +159,7 @@ def all_reduce_mean_(x, world, patient=False):
 
 
 def all_reduce_max_(x, world):
-    """Make tensor x its maximum over all ranks, in place; returns it (collective)."""
+    """Replace tensor x by its maximum over all ranks, in place; returns it (collective)."""
     if world.size > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX)
     return x

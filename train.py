@@ -1,6 +1,7 @@
 """
-Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. It is the step
-of minimal.py with everything a run needs: accumulation, clipping, evaluation, resuming, logs.
+Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. The step is
+minimal.py's. Around it is everything that a run needs: accumulation, clipping, evaluation,
+resuming, logs.
 
     python train.py config/quickstart.py             # one process: CPU, one GPU, MPS
     torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --strategy=ddp
@@ -53,11 +54,11 @@ def build(model, cfg, world, source=None):
     # 2) The optimizer, before any forward: after one the root stays gathered, and its
     # parameters are whole tensors.
     optimizer = make_optimizer(model, cfg)
-    # 3) Values. Every rank draws its rows of the initial ones, and few more.
+    # 3) Values. Every rank draws initial ones in chunks, so a few more rows than it keeps.
     if source:
-        allocate_state(optimizer)
+        allocate_state(optimizer)  # load drops the state that the source lacks
         checkpoint.load(source, model, optimizer, world)
-    if not source or not source.shapes:
+    if source is None or not source.shapes:  # an adapter begins without values of its own
         kept_by_base = getattr(model, "base_names", ())
         for name, p in model.named_parameters():
             if name not in kept_by_base:
@@ -100,12 +101,13 @@ def freeze(model, pattern):
 
 
 def parallelize(model, cfg, world):
-    """Apply precision, checkpointing, compilation and strategy to a model on the meta device, in
-    place, and allocate its parameters, without values. Returns the module to call (all ranks).
+    """Apply precision, activation checkpointing, compilation and strategy to a model on the meta
+    device, in place, and allocate its parameters, without values. Returns the module to call
+    (all ranks).
 
-    Checkpointing and compiling replace block.forward, in this order: the graph recomputes.
-    FSDP2's hooks run around forward. So they gather a block before any of its computing, and
-    are in no graph."""
+    Activation checkpointing replaces block.forward first, and compiling second, so that the
+    graph contains the recomputation. FSDP2's hooks stay outside both: a block is gathered before
+    any of its computation, and no hook is in a graph."""
     if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
         raise SystemExit(
             f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that goes by "
@@ -147,8 +149,8 @@ def shard_model(model, cfg, world):
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     # Each group connects now. A full checkpoint is gathered over the shard group.
     for name in mesh.mesh_dim_names:
-        gathers = name == "shard" and cfg.checkpoint == "full"
-        connect(mesh.get_group(name), world.device, gathers)
+        with_gather = name == "shard" and cfg.checkpoint == "full"
+        connect(mesh.get_group(name), world.device, with_gather)
     fsdp.shard(
         model,
         fsdp.find_units(model, model.blocks, cfg.wrap_min_params),
@@ -192,20 +194,28 @@ def open_start(cfg, world):
         raise SystemExit(
             f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
             "auto to resume only if there is one")
-    if source is None and cfg.adapter:
-        raise SystemExit(
-            f"adapter={cfg.adapter}: it needs a base; pass --init_from=DIR, a hub name or another "
-            "run's out_dir")
-    if source and cfg.adapter and not source.base:
-        if resumed:
-            configurator.refuse("adapter", cfg.adapter, "", source.path)
-        source = checkpoint.on_base(source, cfg.init_from)
+    if cfg.adapter:
+        source = with_adapter(source, cfg, resumed)
     return source, resumed
 
 
+def with_adapter(source, cfg, resumed):
+    """The Source of a run whose keys ask for an adapter: `source` if it has one, else a new one
+    on `source` as the base."""
+    if source is None:
+        raise SystemExit(
+            f"adapter={cfg.adapter}: it needs a base; pass --init_from=DIR, a hub name or another "
+            "run's out_dir")
+    if source.base:
+        return source
+    if resumed:
+        configurator.refuse("adapter", cfg.adapter, "", source.path)
+    return checkpoint.on_base(source, cfg.init_from)
+
+
 def final_config(cfg, source, resumed, world):
-    """cfg with the sizes of its model, by the Source or by the data's vocabulary. SystemExit if it
-    does not fit them; a resumed run is told of other differences."""
+    """cfg with its model's sizes: the Source's, or the vocabulary of the data. SystemExit if a
+    file or a flag has set others. A resumed run is told of other differences."""
     if source is None:
         return with_vocabulary(cfg)
     # The defaults for nanoGPT's and Hugging Face's checkpoints, which lack these keys.
@@ -262,8 +272,8 @@ def open_source(cfg, world, key="init_from"):
 
 
 def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
-    """Accumulate, clip, update (all ranks): the loop of fsdp.py's header, with a learning
-    rate, seeds, targets that do not count, and float16's scale.
+    """Accumulate, clip, update (all ranks), with a learning rate, seeds, targets that do not
+    count, and float16's scale.
 
     Returns this rank's loss, whose mean over ranks is the step's, and the global norm of the
     gradients before clipping. Both are 0-d tensors: reading them waits for the device.
@@ -288,8 +298,8 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
         # count here, weight is n / mean(n), the mean over the step's micro-batches on all
         # ranks (data/loader.py). So each target of the step counts the same.
         loss = loss * weight / accumulation
-        # Fetch the next micro-batch while the GPU is busy with this one. At the end of a
-        # step that is logged it would be idle.
+        # Fetch the next micro-batch now, while the GPU has a forward to do. After a step that
+        # is logged it would be idle: reading the loss waits until its queue is empty.
         batches.prefetch(step, micro)
         scaler.scale(loss).backward()
         step_loss += loss.detach()
@@ -396,8 +406,10 @@ def train(cfg):
                 improved = losses["val"] < best_val_loss
                 best_val_loss = min(best_val_loss, losses["val"])
 
-        # Due? Save.
-        if step > first_step and checkpoint.is_due(cfg, step, evaluated, improved):
+        # Due? Save. (A signal may have stopped an earlier run before it evaluated this step: then
+        # its checkpoint is only now known to be the best.)
+        is_due = step > first_step and checkpoint.is_due(cfg, step, evaluated, improved)
+        if is_due or (resumed and improved and not cfg.always_save_checkpoint):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 

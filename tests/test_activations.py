@@ -148,6 +148,18 @@ def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix
     assert ran == {0: 1, 1: 2, 2: 2}
 
 
+def test_activations_a_block_that_is_listed_twice_is_wrapped_once():
+    block, ran = torch.nn.Linear(4, 4), Counter()
+    forward = block.forward
+    block.forward = lambda x: ran.update(["forward"]) or forward(x)
+    fsdp.checkpoint_activations([block, block], "full")
+    block(torch.ones(2, 4)).sum().backward()
+    assert ran["forward"] == 2
+    with patch.object(torch, "compile", lambda f, **options: ran.update(["compiled"]) or f):
+        fsdp.compile_blocks([block, block])
+    assert ran["compiled"] == 1
+
+
 def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keyword():
     block, ran = torch.nn.Linear(4, 4).requires_grad_(False), Counter()
     forward = block.forward

@@ -605,6 +605,36 @@ def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
     assert found(f"{out}/step-000000008.pt").header["iter_num"] == 8
 
 
+def no_link(*args):
+    raise OSError(95, "Operation not supported")
+
+
+def test_checkpoint_milestones_where_the_disk_has_no_hard_links(tmp, tmp_path):
+    out = str(tmp_path / "out")
+    with patch.object(os, "link", no_link):
+        run_training(tmp, out, max_iters=3, save_interval=1, keep_every=1)
+    assert read_ckpt(out)["iter_num"] == read_ckpt(out, "step-000000003.pt")["iter_num"] == 3
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoint_of_a_stop_may_turn_out_to_be_the_best(tmp, tmp_path, kind):
+    """A signal comes before the evaluation of step 2. The resumed run makes it."""
+    out = str(tmp_path / "out")
+    run = dict(checkpoint=kind, eval_interval=2, always_save_checkpoint=False, learning_rate=1e-2)
+    stops = iter([False, False, True])
+    with patch.object(train.StopSignal, "requested", lambda self: next(stops)):
+        run_training(tmp, out, max_iters=4, **run)
+    kept = {"full": "last.pt", "sharded": "step-000000002"}[kind]
+    best = {"full": "ckpt.pt", "sharded": "best"}[kind]
+    assert {kept, "metrics.jsonl"} == set(os.listdir(out))
+    written = found(f"{out}/{kept}").header
+    run.update(init_from="resume", learning_rate=1.0, min_lr=1.0)  # it gets worse
+    run_training(tmp, out, max_iters=4, **run)
+    assert found(f"{out}/{best}").header["iter_num"] == 2
+    if kind == "sharded":  # not written again: a kill meanwhile would lose it
+        assert found(f"{out}/{kept}").header == written
+
+
 def test_checkpoint_old_ones_stay_until_the_new_one_is_complete(sharded, monkeypatch):
     """A kill between would leave none."""
     saver, run, out = sharded

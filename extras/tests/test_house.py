@@ -1,6 +1,6 @@
 """
-extras/ as a whole: its configs run, its keys are used, which of its files may import which; and
-what is left after `rm -r extras` stands by itself.
+extras/ as a whole: its links and configs work, its keys are used, its files import only what they
+may, and the project stands without it.
 
     python -m pytest -q extras/tests/test_house.py
 """
@@ -20,7 +20,9 @@ from test_readme import (
     floors,
     house,
     modules,
+    pages,
     read,
+    require_links,
     run_two_steps,
     that_know_strategies_by_name,
 )
@@ -30,7 +32,12 @@ from configurator import adapter_file, load_config
 EXTRAS = modules("extras/*.py", "extras/plan/*.py")
 
 # -----------------------------------------------------------------------------
-# configs, keys, commands
+# pages, configs, keys, commands
+
+
+@pytest.mark.parametrize("page", pages(of_extras=True))
+def test_house_links_of_extras_point_to_what_exists(page):
+    require_links(page)
 
 
 @pytest.mark.parametrize("name", sorted(glob("*.py", root_dir=f"{HERE}/extras/config")))
@@ -97,10 +104,10 @@ def test_house_with_extras_has_few_floors_and_no_circle():
 
 
 def test_house_pages_name_all_in_extras_that_know_strategies_by_name():
-    pages = "".join(map(read, glob("extras/docs/*.md", root_dir=HERE)))
+    text = "".join(map(read, pages(of_extras=True)))
     found = that_know_strategies_by_name(EXTRAS.values())
     assert "place" in found  # what the search would find, if it works
-    assert [name for name in found if f"`{name}`" not in pages] == []
+    assert [name for name in found if f"`{name}`" not in text] == []
 
 
 # -----------------------------------------------------------------------------
@@ -146,7 +153,7 @@ def test_house_stands_without_extras(left):
     command = re.search(r"^ +python (-m pytest .*)", read("README.md"), re.M)[1].split()
     p = run_in(left, *command, "--co")
     assert p.returncode == 0, p.stdout
-    chosen = "recomputed or test_parity_single or few_floors or every_key or every_config or mistake"
+    chosen = "recomputed or test_parity_single or floors or every_key or every_config or mistake"
     p = run_in(left, *command, "-rs", "-k", chosen)
     assert p.returncode == 0 and " passed" in p.stdout, p.stdout
     assert "SKIPPED" not in p.stdout, p.stdout
