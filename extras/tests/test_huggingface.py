@@ -10,16 +10,20 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import HERE, on_ranks, plain_gpt, refused, started, values
+from harness import HERE, arguments, on_ranks, plain_gpt, refused, started, steps, values
 from test_data import gpt2_or_skip
+from test_masks import SAMPLES, SMALL, STEPS, masked, windows_of  # noqa: F401  a fixture too
+from torch.nn import functional as F
 
 import sample
 import train
 from checkpoint import Source
 from configurator import load_config, resolve
+from data import loader
 from data.tokenizer import encoder
 from extras.huggingface import KEPT, export, open_pretrained, understand
 from ranks import setup
@@ -241,3 +245,47 @@ def test_huggingface_name_on_the_hub(monkeypatch, name, hub):
     monkeypatch.setattr(hub_library, "snapshot_download", lambda name, **kwargs: sys.exit(name))
     assert refused(open_pretrained, name) == hub
     assert refused(encoder, "bert-base-uncased") == "bert-base-uncased"  # no owner either
+
+
+def test_huggingface_a_step_is_that_of_transformers_trainer(masked, tmp_path):  # noqa: F811
+    """The same data, accumulated in the same way, from the same weights."""
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=67, hidden_size=30, intermediate_size=50, num_hidden_layers=2,
+        num_attention_heads=3, max_position_embeddings=64, initializer_range=0.2))
+    theirs.save_pretrained(tmp_path / "hf")
+    world = setup("cpu", "auto")
+    argv = arguments(masked, str(tmp_path / "out"), **SMALL)
+    left_out = ("--n_", "--bias", "--dropout", "--vocab", "--model")  # they are the file's
+    argv = [arg for arg in argv if not arg.startswith(left_out)]
+    argv += [f"--init_from={tmp_path}/hf", "--decay_lr=False", "--weight_decay=0.0"]
+    cfg, source, _ = started(resolve(load_config(argv), world), world)
+    wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
+    run = SimpleNamespace(world=world, cfg=cfg, wrapped=wrapped, optimizer=optimizer,
+                          batches=loader.Batches(cfg, world))
+    norms = [steps(run, first=step)[1] for step in range(STEPS - 1)]
+
+    x, y = windows_of(masked, "train")
+    rows = []
+    for window in loader.train_order(len(x), cfg.seed, 0, SAMPLES)[:8 * (STEPS - 1)]:
+        # It shifts the targets itself. The last input has no target, so any token will do.
+        labels = y[window].masked_fill(y[window] == -1, -100)
+        labels = F.pad(labels, (1, 0), value=-100)
+        rows.append(dict(input_ids=F.pad(x[window], (0, 1)), labels=labels))
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(rows)
+
+    trainer = InOrder(theirs, train_dataset=rows, args=transformers.TrainingArguments(
+        str(tmp_path / "theirs"), per_device_train_batch_size=1, gradient_accumulation_steps=8,
+        max_steps=STEPS - 1, learning_rate=1e-3, lr_scheduler_type="constant", weight_decay=0.0,
+        adam_beta1=cfg.beta1, adam_beta2=cfg.beta2, max_grad_norm=cfg.grad_clip,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True))
+    trainer.train()
+    expected = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    assert norms == pytest.approx(expected, rel=1e-5) and len(norms) == 3
+    for name, p in wrapped.named_parameters():
+        q = theirs.get_parameter(name)
+        assert (p - q).norm() <= 1e-5 * q.norm(), name
