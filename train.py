@@ -300,7 +300,7 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
         loss = loss * weight / accumulation
         # Fetch the next micro-batch now, while the GPU has a forward to do. After a step that
         # is logged it would be idle: reading the loss waits until its queue is empty.
-        batches.prefetch(step, micro)
+        batches.prefetch_next(step, micro)
         scaler.scale(loss).backward()
         step_loss += loss.detach()
     scaler.unscale_(optimizer)

@@ -4,7 +4,7 @@ run that resumes has nothing to restore.
 
     batches = open_batches(cfg, world)
     x, y, weight = batches.get(step, micro)  # (batch_size, block_size) each, on the device
-    batches.prefetch(step, micro)            # the one that follows, while the GPU is busy
+    batches.prefetch_next(step, micro)       # the one that follows, while the GPU is busy
 
 A split is cut into windows of block_size tokens. Each epoch visits every window once, in
 an order that is computed window by window, without a shuffled index in memory. (nanoGPT
@@ -72,13 +72,13 @@ class Batches:
         weight: how many of its targets count, in proportion to the mean micro-batch of this
         step on all ranks. Without masks it is 1.
         """
-        place, batch = self.prefetched
+        found, batch = self.prefetched
         self.prefetched = None, None  # else its memory would be kept for too long
-        if place != (step, micro):
+        if found != (step, micro):
             batch = self.read(step, micro)
         return batch
 
-    def prefetch(self, step, micro):
+    def prefetch_next(self, step, micro):
         """Read the micro-batch that follows this one, and keep it for get()."""
         micro += 1
         if micro == self.cfg.gradient_accumulation_steps // self.world.size:

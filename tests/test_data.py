@@ -94,7 +94,7 @@ def test_a_prefetched_batch_is_the_one_that_follows_and_is_not_kept(tmp):
     for step, micro in itertools.product(range(2), range(2)):
         with patch.object(part, "read", side_effect=part.read) as read:
             x, y, weight = part.get(step, micro)
-            part.prefetch(step, micro)
+            part.prefetch_next(step, micro)
         # Only the first one is read when it is asked for; the others have been prefetched.
         places = [call.args for call in read.call_args_list]
         following = (step, 1) if micro == 0 else (step + 1, 0)
@@ -106,7 +106,7 @@ def test_a_prefetched_batch_is_the_one_that_follows_and_is_not_kept(tmp):
         kept = weakref.ref(x_again)
         del x_again
         assert kept() is None
-        part.prefetch(step, micro)
+        part.prefetch_next(step, micro)
     # Another micro-batch than the prefetched one is read, too.
     assert torch.equal(part.get(7, 1)[0], plain.get(7, 1)[0])
 
