@@ -188,8 +188,8 @@ def items_with_mask(document, own, job):
 
 
 def overlaps(places, spans, length):
-    """For each token: is one of its characters in a span? places: [(start, end)] of the
-    tokens; length: of the text."""
+    """A list: True for each token that has a character in a span. places: [(start, end)] of
+    the tokens; length: of the text."""
     before = np.zeros(length + 1, int)  # i: how many of the first i characters are in spans
     for start, end in spans:
         before[start + 1:end + 1] = 1
