@@ -113,7 +113,7 @@ def step(wrapped, model, cfg, world, ledger):
     x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
     batches = SimpleNamespace(
         get=lambda step, micro: (x, x, 1.0),
-        prefetch=lambda step, micro: None,
+        prefetch_next=lambda step, micro: None,
     )
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     train.train_step(wrapped, optimizer, scaler, batches, 0, cfg, world)

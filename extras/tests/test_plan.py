@@ -86,7 +86,7 @@ def step_of(cfg):
     """train_step's arguments between the optimizer and the step's number."""
     x = torch.zeros(cfg.batch_size, cfg.block_size, dtype=torch.int64)
     batches = SimpleNamespace(get=lambda step, micro: (x, x, 1.0),
-                              prefetch=lambda step, micro: None)
+                              prefetch_next=lambda step, micro: None)
     return torch.amp.GradScaler("cpu", enabled=False), batches
 
 
