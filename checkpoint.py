@@ -690,8 +690,9 @@ class Saver:
             name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
             self.conclude(lambda: self.save_full(path, name, flat, header), step, start)
             return
-        if step == self.newest and from_rank0(self.world, lambda: os.path.isdir(path)):
-            # The one that this run has resumed from. It is now known to be the best.
+        is_here = is_best and step == self.newest
+        if is_here and from_rank0(self.world, lambda: os.path.isdir(path)):
+            # The one that this run has resumed from is now known to be the best.
             self.conclude(lambda: self.mark_best(path), step, start)
             return
         # A killed run may have left a part of one there.

@@ -84,7 +84,7 @@ def case_connect():
     cpu, kinds = torch.device("cpu"), []
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with heard() as gloo:
-        ranks.connect(dist.group.WORLD, cpu, gathers=True)
+        ranks.connect(dist.group.WORLD, cpu, with_gather=True)
     with warnings.catch_warnings(), patch.object(dist, "get_backend_config", lambda g: "nccl"):
         warnings.simplefilter("error", FutureWarning)  # torch 2.13 has new names
         for group, gathers in ((None, False), (None, True), (alone, True)):

@@ -290,7 +290,7 @@ def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
     sizes = dict(SIZES, block_size=theirs)
     cfg = started_on(tmp, *flags, init_from=init_from, sizes=sizes)
     assert cfg.block_size == expected
-    batches = SimpleNamespace(files={"train": {}})
+    batches = SimpleNamespace(parts=[])
     source = checkpoint.Source("there", dict(model_args=sizes, iter_num=0), {})
     said = "\n".join(metrics.describe(cfg, train.meta_model(cfg), batches, source, World()))
     asked = flags or expected == theirs

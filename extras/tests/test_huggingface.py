@@ -200,7 +200,7 @@ def lost_shard(path):
     (edited(n_layer=2.5), "", "n_layer=2.5 must be a whole number"),
     (edited(n_layer=2), "", "is of another model: this one has no model.transformer.h.2."),
     (lost_shard, "", "transformer.h.3.ln_1.weight is missing"),
-    (lambda path: os.truncate(path / "model.safetensors", 1000), "", "not a model in Hugging"),
+    (lambda path: os.truncate(path / "model.safetensors", 1000), "", "cannot be read as a Hugging"),
     (edited(), "--n_layer=12", "--n_layer=3"),  # given, though it is the default
     (edited(), "--model=llama", "--model=gpt2"),
 ])
