@@ -71,7 +71,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
     now; of tied parameters the first name. Not those that an adapter's base has. SystemExit if
-    some of the state is no tensor."""
+    some of the state could not be saved."""
     tensors = {}
     left_out = getattr(model, "base_names", ())
     for name, p in model.named_parameters():
@@ -84,6 +84,12 @@ def flat_state(model, optimizer=None):
                     raise SystemExit(
                         f"the optimizer's state {key!r} of {name} is a {type(t).__name__}, and "
                         "checkpoints keep tensors only: let it be torch.tensor(...)")
+                is_rows = isinstance(p, DTensor) and t.shape == p.to_local().shape != p.shape
+                if is_rows and not isinstance(t, DTensor):
+                    raise SystemExit(
+                        f"the optimizer's state {key!r} of {name} has this rank's rows alone, and "
+                        "a checkpoint would take them for the whole: let it be a DTensor, as "
+                        "torch.zeros_like(p) is")
                 tensors[f"{key}.{name}"] = t
     return tensors
 
@@ -137,7 +143,14 @@ def load(source, model, optimizer, world):
     for key in source.shapes:
         if key.partition(".")[2] not in params:
             raise SystemExit(f"{source.path} is of another model: this one has no {key}")
-    missing = flat_state(model, optimizer).keys() - source.shapes.keys()
+    ours = flat_state(model, optimizer).keys()
+    for key in source.shapes.keys() - ours:
+        kind, _, name = key.partition(".")
+        if optimizer and kind != "model" and params[name] in optimizer.state:
+            raise SystemExit(
+                f"{source.path} has {key}, and the optimizer makes no such state in its first "
+                "step: it must make all its state there (see optimizer.py)")
+    missing = ours - source.shapes.keys()
     # Parameters that were frozen until now, or all if the file holds weights alone. The
     # optimizer makes their state in its first step, as for a new run.
     lacking = {key.partition(".")[2] for key in missing if not key.startswith("model.")}
@@ -438,12 +451,18 @@ def weights_only(source):
     return replace(source, header=header, shapes=shapes)
 
 
-def on_base(base, init_from):
+def on_base(base, init_from, out_dir):
     """The Source of a run that begins to train an adapter: no values of its own, and those of
-    `base`. init_from: the base's name, for the headers of the run's checkpoints."""
+    `base`. init_from: the base's name, for the headers of the run's checkpoints. SystemExit if
+    the run would move it away, as an earlier run in its out_dir."""
     where = init_from
-    if os.path.isdir(where):
+    if os.path.exists(where):
         where = os.path.abspath(where)  # a later run may start in another directory
+        own = os.path.realpath(out_dir)
+        if os.path.commonpath([own, os.path.realpath(where)]) == own:
+            raise SystemExit(
+                f"out_dir={out_dir} has the adapter's base, {init_from}, which must stay there; "
+                "pass another --out_dir")
     origin = base.header.get("origin")  # Hugging Face's models have none
     header = {**base.header, "base": where, "base_origin": origin}
     return Source(base.path, header, shapes={}, base=base)

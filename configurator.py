@@ -140,7 +140,7 @@ class Config:
     # --- sharding
     strategy: Literal[("", *STRATEGIES)] = ""  # empty: full_shard under torchrun, else single.
     #   single, ddp, shard_grad_op (ZeRO-2), full_shard (ZeRO-3), hybrid_shard (ZeRO-3 in groups)
-    shard_group_size: Whole = 0  # hybrid_shard: ranks that share one copy; 0: the ranks of a node
+    shard_group_size: Whole = 0  # of hybrid_shard: ranks that share one copy; 0: those of a node
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     #   in which ranks sum gradients; bfloat16 or float16 halve that traffic and cost accuracy,
     #   more with hybrid_shard or grad_sync=last: there micro-batches are added up in it too
@@ -319,8 +319,8 @@ def class_with(cls, assigned):
 
 def run_file(path, before):
     """{key: value} of the file's assignments. It may compute with the values before it."""
-    moved = os.path.join("extras", path)
-    if not os.path.exists(path) and os.path.exists(os.path.join(HERE, moved)):
+    moved = os.path.relpath(os.path.join(HERE, "extras", path))
+    if not os.path.exists(path) and os.path.exists(moved):
         raise SystemExit(f"{path}: it is not here; {moved} is")
     # Earlier values go into builtins, so that scope holds only the file's assignments.
     scope = {"__builtins__": {**vars(builtins), **before}}

@@ -4,8 +4,10 @@ From gradients to steps: AdamW and the learning rate.
     optimizer = make_adamw(model.parameters(), cfg)   # after sharding, before any forward
     lr = learning_rate_at(step, cfg)
 
-Yours may be any torch.optim.Optimizer: return it from make_optimizer in train.py. In a
-sharded run a parameter p and its gradient are DTensors, of which this rank has some rows.
+Yours may be any torch.optim.Optimizer: return it from make_optimizer in train.py. Each step
+sets every group's "lr". Before a checkpoint is loaded, step() is called once with lr 0 and
+gradients of zero: it must leave the weights as they are. In a sharded run a parameter p and its
+gradient are DTensors, of which this rank has some rows.
 Checkpoints keep self.state[p]: tensors, each under a name, all there after the first step; a
 count of steps is a tensor too. State that belongs to p's rows, shaped like p or with one
 number a row, must be a DTensor placed as p is: torch.zeros_like(p) is. Any other tensor must

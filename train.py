@@ -59,9 +59,9 @@ def build(model, cfg, world, source=None):
         allocate_state(optimizer)  # load drops the state that the source lacks
         checkpoint.load(source, model, optimizer, world)
     if source is None or not source.shapes:  # an adapter begins without values of its own
-        kept_by_base = getattr(model, "base_names", ())
+        loaded = model.base_names if source else ()
         for name, p in model.named_parameters():
-            if name not in kept_by_base:
+            if name not in loaded:
                 fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
     if cfg.dtype == "float8":
         extra("float8", wanted_by="dtype=float8").scale_each_step(model, optimizer)
@@ -77,11 +77,26 @@ def meta_model(cfg):
             f"the model has a buffer, {name}: it has no values on the meta device; compute "
             "it in forward, or make it a parameter that does not train")
     if cfg.adapter:
-        adapter = configurator.adapter_file(cfg.adapter)
-        adapter.adapt(model, cfg, frozen_dtype=DTYPES[cfg.frozen_dtype])
+        adapt(model, cfg)
     if cfg.freeze:
         freeze(model, cfg.freeze)
     return model
+
+
+def adapt(model, cfg):
+    """Freeze the model as the base of cfg.adapter, and let that add its own parameters."""
+    # Checkpoints leave these out. Not a set: all ranks fill them in the same order.
+    model.base_names = tuple(name for name, _ in model.named_parameters())
+    for p in model.parameters():
+        p.requires_grad_(False)
+        p.data = p.data.to(DTYPES[cfg.frozen_dtype])
+    configurator.adapter_file(cfg.adapter).adapt(model, cfg)
+    named = dict(model.named_parameters())
+    for name in model.base_names:
+        if name not in named or named[name].requires_grad:
+            raise SystemExit(
+                f"adapter={cfg.adapter}: {name} is the base's, which no checkpoint of the adapter "
+                "has: adapt() must leave it frozen and under this name")
 
 
 def freeze(model, pattern):
@@ -167,6 +182,8 @@ def make_optimizer(model, cfg):
     """AdamW; or Muon for the matrices that it is for, and AdamW for the rest."""
     if cfg.optimizer == "adamw":
         return make_adamw(model.parameters(), cfg)
+    if cfg.optimizer != "muon":
+        raise SystemExit(f"optimizer={cfg.optimizer}: make_optimizer in train.py does not make it")
     muon = extra("muon", wanted_by="optimizer=muon")
     matrices = muon.matrices_of(model)
     others = set(model.parameters()).difference(matrices)
@@ -210,7 +227,7 @@ def with_adapter(source, cfg, resumed):
         return source
     if resumed:
         configurator.refuse("adapter", cfg.adapter, "", source.path)
-    return checkpoint.on_base(source, cfg.init_from)
+    return checkpoint.on_base(source, cfg.init_from, cfg.out_dir)
 
 
 def final_config(cfg, source, resumed, world):

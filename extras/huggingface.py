@@ -281,7 +281,7 @@ def export(source, path, dtype="float32"):
 def merged(source):
     """The Source of the whole model: the weights of the base with the adapters added."""
     base = source.base
-    sizes = source.header["model_args"]
+    sizes = lora_sizes(source)
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):
@@ -295,12 +295,21 @@ def merged(source):
     return replace(base, header=source.header, shapes=base.shapes, get=get)
 
 
+def lora_sizes(source):
+    """The sizes in the header of a checkpoint with LoRA. SystemExit if its adapter is another."""
+    sizes = source.header["model_args"]
+    adapter = sizes.get("adapter", "lora")  # the first ones did not say
+    if adapter != "lora":
+        raise SystemExit(f"{source.path} has adapter={adapter}, and only lora has this format")
+    return sizes
+
+
 def export_adapter(source, path):
     """Write a directory that peft's PeftModel.from_pretrained opens."""
     if not source.base:
         raise SystemExit(f"{source.path} has no adapters: leave out --adapter")
     save = package("safetensors.torch", "a Hugging Face directory").save
-    sizes = source.header["model_args"]
+    sizes = lora_sizes(source)
     tensors = {}
     for key in source.shapes:
         state, _, name = key.partition(".")

@@ -7,7 +7,7 @@ linear layer of the blocks.
     python sample.py --out_dir=out-smollm2    # its checkpoint names the base
 
     y = x weight.T + lora_alpha / lora_rank * x lora_A.T lora_B.T
-        weight (out, in) is frozen and kept in frozen_dtype;
+        weight (out, in) is the base's, frozen;
         lora_A (rank, in) and lora_B (out, rank) are trained, in fp32
 
 A checkpoint has only the adapters and their moments, and names the base in its header.
@@ -46,10 +46,8 @@ class LoRALinear(nn.Linear):
         return y + F.linear(small, self.lora_B.to(x.dtype))
 
 
-def adapt(model, cfg, frozen_dtype):
-    """Freeze the model, and put adapters beside its linear layers, in place. It must be on
-    the meta device. frozen_dtype: the frozen parameters' type."""
-    named = dict(model.named_parameters())
+def adapt(model, cfg):
+    """Put adapters beside the linear layers of a frozen model on the meta device, in place."""
     for module in targets(model, cfg.lora_targets).values():
         # No wrapper: it would change the names of the base's parameters.
         module.__class__ = LoRALinear
@@ -58,11 +56,6 @@ def adapt(model, cfg, frozen_dtype):
         device = module.weight.device
         module.lora_A = nn.Parameter(torch.empty(cfg.lora_rank, width, device=device))
         module.lora_B = nn.Parameter(torch.empty(out, cfg.lora_rank, device=device))
-    for p in named.values():
-        p.requires_grad_(False)
-        p.data = p.data.to(frozen_dtype)
-    # Checkpoints leave these out. Not a set: all ranks fill them in the same order.
-    model.base_names = tuple(named)
     model.initial_value = partial(initial_value, model.initial_value)
 
 

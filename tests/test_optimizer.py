@@ -149,6 +149,55 @@ def test_own_state_that_is_no_tensor_is_refused_in_the_first_step(tmp):
     assert [row["iter"] for row in read_metrics(f"{tmp}/counting")] == [0]  # the evaluation before
 
 
+class OwnRows(torch.optim.SGD):
+    """Its state is a plain tensor of this rank's rows."""
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            rows = p.to_local() if isinstance(p, DTensor) else p
+            self.state[p]["mean"] = torch.zeros_like(rows)
+
+
+class Late(torch.optim.SGD):
+    """It makes its state in its second step."""
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["count"] = state.get("count", torch.tensor(0)) + 1
+            if state["count"] > 1:
+                state["late"] = torch.zeros_like(p)
+
+
+def case_refused(tmp, name, optimizer, **keys):
+    make = dict(rows=OwnRows, late=Late)[optimizer]
+    with patch.object(train, "make_optimizer", lambda model, cfg: make(model.parameters())):
+        return refused(run_training, tmp, name, **keys)
+
+
+def test_own_state_of_a_ranks_rows_alone_is_refused(tmp):
+    """Resumed, it would be another on each rank, or be taken for the whole."""
+    keys = dict(tmp=tmp, name="own-rows", optimizer="rows", strategy="full_shard")
+    said = values(on_ranks(2, {"": (case_refused, keys)}), "")
+    assert said[0] == said[1] and "'mean' of transformer.wte.weight" in said[0]
+    assert "torch.zeros_like(p)" in said[0]
+
+
+def test_own_state_that_comes_late_is_refused_when_the_run_resumes(tmp):
+    """It would start anew, without a word."""
+    with patch.object(train, "make_optimizer", lambda model, cfg: Late(model.parameters())):
+        run_training(tmp, "late", max_iters=2)
+    said = case_refused(tmp, "late", "late", max_iters=4, init_from="resume")
+    assert "late." in said and "first step" in said
+
+
+def test_an_optimizer_that_nothing_makes_is_one_line(tmp):
+    cfg = tiny(tmp, optimizer="lion")
+    assert "optimizer=lion" in refused(train.make_optimizer, plain_gpt(), cfg)
+
+
 def case_stock(tmp, optimizer):
     """Losses of a run with one of PyTorch's optimizers."""
     def make(model, cfg):

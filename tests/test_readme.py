@@ -25,11 +25,15 @@ from harness import (
     losses,
     of_ours,
     python,
+    refused,
     simulates,
+    tiny,
 )
 
+import train
 from configurator import STRATEGIES, load_config
 from model import GPT, GPTConfig
+from ranks import World
 
 CONFIGS = sorted(glob("*.py", root_dir=os.path.join(HERE, "config")))
 
@@ -73,6 +77,7 @@ def test_readme_pages_of_the_core_do_not_need_extras():
         assert "extras" not in text, page
 
 
+@of_ours
 def test_readme_ruff_passes():
     pytest.importorskip("ruff")
     p = python("-m", "ruff", "check", HERE)
@@ -182,6 +187,32 @@ def test_adapter_of_the_page_trains_on_two_ranks_and_resumes(tmp, models):
     before = len(losses(out))
     launch(1, [*argv, "--init_from=resume", "--max_iters=4", f"--out_dir={out}"])
     assert len(losses(out)) > before
+
+
+@pytest.mark.parametrize("line", [
+    "model.blocks[0].ln_1.weight.requires_grad_(True)",
+    "model.blocks[0] = nn.Sequential(model.blocks[0])"])
+def test_adapter_that_changes_its_base_is_one_line(tmp, models, line):
+    """What trains in the base would be in no checkpoint, and under another name it is not found."""
+    (models / "bad.py").write_text(
+        "from dataclasses import dataclass\nfrom torch import nn\n@dataclass\n"
+        f"class AdapterConfig:\n    bad_n: int = 1\ndef adapt(model, cfg):\n    {line}\n")
+    said = refused(train.meta_model, tiny(tmp, bad_n=2))
+    assert said.startswith("adapter=bad: transformer.h.0.ln_1.weight") and "frozen" in said
+
+
+@pytest.mark.parametrize("out_dir", ["base", "."])
+def test_adapter_does_not_move_its_base_away(tmp, tmp_path, models, out_dir):
+    """As a run moves what it finds in its out_dir."""
+    (models / "none.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass AdapterConfig:\n    none_n: int = 1"
+        "\ndef adapt(model, cfg): ...\n")
+    base = tmp_path / "base"
+    launch(1, [*SHORT, f"--dataset={tmp}/toy", f"--out_dir={base}"])
+    argv = [f"--init_from={base}/ckpt.pt", "--none_n=2", f"--out_dir={tmp_path}/{out_dir}"]
+    cfg = load_config(argv)
+    said = refused(train.open_start, cfg, World())
+    assert "must stay" in said and "--out_dir" in said
 
 
 # -----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from harness import (
     script,
     started,
     steps,
+    tiny,
     values,
 )
 from torch.distributed.tensor import DTensor
@@ -251,6 +252,23 @@ def test_lora_merged_weights_keep_what_bf16_would_round_away():
     merged = huggingface.merged(source)
     assert torch.equal(merged.get("model.x.weight"), torch.full((2, 3), 1.002))
     assert merged.header == header  # the data, and so the tokenizer, are the adapters' run's
+
+
+def test_lora_without_a_base_has_the_models_initial_values(tmp):
+    """As bench builds it."""
+    cfg = resolve(tiny(tmp, lora_rank=4), World())
+    adapted, _ = train.build(train.meta_model(cfg), cfg, World())
+    named = dict(adapted.named_parameters())
+    for name, p in plain_gpt().named_parameters():
+        assert torch.equal(named[name], p), name
+
+
+@pytest.mark.parametrize("export", [huggingface.export, huggingface.export_adapter])
+def test_lora_another_adapter_has_no_such_format(tmp_path, export):
+    header = dict(model_args=dict(adapter="scales"), config={"model": "gpt2"})
+    base = checkpoint.Source("base", {}, {})
+    source = checkpoint.Source("adapters", header, {}, base=base)
+    assert "adapter=scales" in refused(export, source, str(tmp_path / "out"))
 
 
 def test_lora_mistakes_are_one_line(tmp, base):

@@ -31,6 +31,8 @@ extras/bench.py TOY
   --variants=strategy=dpp | 'ddp'
   --variants=strategy=ddp | torchrun
   --profile=ODD/a.txt | another path
+load
+  config/llama_1b.py | extras/config/llama_1b.py
 extras/plan
   --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | divisor of 96
   --world_size=100000000 | 16384
