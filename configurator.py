@@ -297,9 +297,10 @@ def load_config(argv, flags=()):
     for key in list(values):
         if key in cls.__dataclass_fields__:
             continue
-        # A later --model or --adapter has no such key.
-        if not adapter_of(key):
-            raise SystemExit(f"{key}: model={cls.model} has no such key; use --help")
+        # A later --model or another adapter has no such key.
+        if cls.adapter or not adapter_of(key):
+            raise SystemExit(
+                f"{key}: no such key of model={cls.model}, adapter={cls.adapter!r}; use --help")
         del values[key]  # --adapter= turns a file's adapter off, with all its keys
     return make_config(cls, {**values, "given": list(values)})
 

@@ -515,7 +515,7 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
         wrapped.set_requires_gradient_sync(sync)
         # Between the groups of hybrid sharding: once per step, however many micro-batches.
         wrapped.set_requires_all_reduce(is_last_micro_batch)
-        if wrapped.keeps_gathered and not every:
+        if getattr(wrapped, "keeps_gathered", False) and not every:
             wrapped.set_reshard_after_backward(is_last_micro_batch)
 
 

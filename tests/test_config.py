@@ -159,6 +159,18 @@ def test_config_model_brings_its_own_keys(other):
         assert re.search(said, refused(load_config, argv))
 
 
+def test_config_a_run_has_one_adapter(models):
+    """A key of a second one would be lost."""
+    for name in ("one", "two"):
+        (models / f"{name}.py").write_text(
+            "from dataclasses import dataclass\n@dataclass\n"
+            f"class AdapterConfig:\n    {name}_n: int = 1\ndef adapt(model, cfg): ...\n")
+    assert load_config(["--one_n=2"]).one_n == 2
+    for argv in (["--one_n=2", "--two_n=2"], ["--one_n=2", "--adapter=two"]):
+        assert "one_n" in refused(load_config, argv) and "'two'" in refused(load_config, argv)
+    assert load_config(["--one_n=2", "--adapter="]).adapter == ""
+
+
 def test_config_help_of_another_model(other, capsys):
     train.main([other(), "--help"])
     text = capsys.readouterr().out
