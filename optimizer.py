@@ -4,6 +4,14 @@ From gradients to steps: AdamW and the learning rate.
     optimizer = make_adamw(model.parameters(), cfg)   # after sharding, before any forward
     lr = learning_rate_at(step, cfg)
 
+AdamW (Loshchilov and Hutter 2019) keeps two moments, m and v, beside each weight w. With its
+gradient g, learning rate lr and weight decay d, step t = 1, 2, ... is
+    w = w - lr * d * w
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g^2
+    w = w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + 1e-8)
+Each number needs only its own g, m and v, so a rank updates its rows alone.
+
 Yours may be any torch.optim.Optimizer: return it from make_optimizer in train.py. Each step
 sets every group's "lr". Before a checkpoint is loaded, step() is called once with lr 0 and
 gradients of zero: it must leave the weights as they are. In a sharded run a parameter p and its

@@ -15,11 +15,13 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 TIMEOUT = timedelta(minutes=10)  # a rank that waits longer for a collective gives up
 PATIENCE = timedelta(hours=12)  # where all ranks wait for one rank's disk or download
@@ -230,7 +232,7 @@ class StopSignal:
 
 def run(main, *args):
     """Call main(*args) and leave. A SystemExit's text is one line and exit code 1; any other
-    exception is a traceback."""
+    exception is a traceback. torchrun's report repeats the error of the rank that failed first."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal: no traceback either
     code = 1
@@ -240,6 +242,8 @@ def run(main, *args):
     except SystemExit as e:
         if isinstance(e.code, str):
             say(e.code)
+            e.__traceback__ = e.__context__ = None  # one line there too, from Python 3.11 on
+            tell_torchrun(e)
         else:
             code = e.code or 0
     except Exception as e:
@@ -247,7 +251,18 @@ def run(main, *args):
             say(f"out of memory: {first_line(e)}; lower batch_size or the model's sizes")
         else:
             traceback.print_exc()
+            if dist.is_initialized():
+                # Perhaps a peer died, and that broke this rank's connection. torchrun looks ten
+                # times a second: now it sees the peer first.
+                time.sleep(1)
+        tell_torchrun(e)
     leave(code)
+
+
+def tell_torchrun(e):
+    """Under torchrun, write the exception into the file that its report is made from."""
+    with suppress(OSError):  # the disk may be full
+        get_error_handler().record_exception(e)
 
 
 def say(line):

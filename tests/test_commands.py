@@ -80,6 +80,7 @@ ROWS = {
          trains(gradient_accumulation_steps=4)),
         ("export TORCH_DISABLE", Not("for the next line")),
         ("torchrun --nnodes=2", Not("two nodes: test_fault_a_dead_node_comes_back")),
+        ("torchrun --standalone --nproc_per_node=2 --tee=3", trains()),
         ("export TORCH_DISABLE", SLURM),
         ("export PYTORCH_ALLOC", SLURM),
         ("head=$(scontrol", SLURM),

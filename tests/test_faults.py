@@ -13,12 +13,15 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import faults
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import (
     DEVICES,
@@ -39,6 +42,7 @@ from harness import (
 )
 
 import checkpoint
+import ranks
 import train
 from ranks import StopSignal
 
@@ -78,21 +82,26 @@ def slow_saver(argv):
     train.main(argv)
 
 
-SLOW = """
+SCRIPT = """
 import sys
 sys.path[:0] = [{here!r}, {here!r} + "/tests"]
 import test_faults, ranks
-ranks.run(test_faults.slow_saver, sys.argv[1:])
+ranks.run(test_faults.{function}, sys.argv[1:])
 """
+
+
+def script_of(function, tmp):
+    """A file that runs this function of this file on its arguments, for torchrun."""
+    path = os.path.join(tmp, function.__name__ + ".py")
+    with open(path, "w") as f:
+        f.write(SCRIPT.format(here=HERE, function=function.__name__))
+    return path
 
 
 @pytest.fixture(scope="module", autouse=True)
 def slow_run(tmp):
     out = os.path.join(tmp, "slow-save")
-    script = os.path.join(tmp, "slow.py")
-    with open(script, "w") as f:
-        f.write(SLOW.format(here=HERE))
-    p = start(2, [script, *arguments(tmp, out, **ENDLESS)], tmp,
+    p = start(2, [script_of(slow_saver, tmp), *arguments(tmp, out, **ENDLESS)], tmp,
               TORCH_ELASTIC_SHUTDOWN_TIMEOUT="120")
 
     def stop():
@@ -183,6 +192,43 @@ def test_fault_random_ones(capsys):
     """A short run of the script."""
     faults.main(4, seed=141)
     assert capsys.readouterr().out.count("equal bit for bit") >= 2
+
+
+ENDS = {
+    "bug": "ValueError: a bug",
+    "mistake": "SystemExit: a line",
+    "memory": "MemoryError",
+    "killed": "Signal 9 (SIGKILL) received by PID",
+}
+
+
+def rank_1_ends(argv):
+    """In the given way, while rank 0 waits for it."""
+    world = ranks.setup("cpu", "auto")
+    StopSignal(world)  # so torchrun's SIGTERM does not end rank 0
+    if world.rank == 1:
+        if argv == ["killed"]:
+            kill(os.getpid())
+        try:
+            raise MemoryError if argv == ["memory"] else ValueError("a bug")
+        except ValueError:
+            if argv == ["mistake"]:
+                sys.exit("a line")
+            raise
+    dist.all_reduce(torch.ones(1))
+
+
+def test_fault_torchruns_report_has_the_error_of_the_rank_that_failed_first(tmp):
+    """Not rank 0's, whose connection breaks right after."""
+    script = script_of(rank_1_ends, tmp)
+    runs = {way: start(2, [script, way], tmp) for way in ENDS}
+    for way, p in runs.items():
+        text = finish(p, 120)
+        others, first = text[text.index("Failures:"):].split("Root Cause (first observed failure)")
+        assert "rank      : 1 " in first and ENDS[way] in first, text
+        assert "rank      : 0 " in others and "RuntimeError: " in others, text
+        assert ("error_file: <N/A>" in first) == (way == "killed"), text
+        assert p.returncode == 1 and ('rank_1_ends' in first) == (way in ("bug", "memory")), text
 
 
 @pytest.mark.parametrize("device", DEVICES[2])

@@ -299,6 +299,16 @@ def is_late():
     sys.exit("a line")
 
 
+def cannot_record():
+    os.environ["TORCHELASTIC_ERROR_FILE"] = "/nowhere/error.json"
+    sys.exit("a line")
+
+
+def test_ranks_leave_with_one_line_if_torchruns_file_cannot_be_written():
+    p = Ranks(1, cannot_record).finish()
+    assert (p.returncode, p.stderr) == (1, "a line\n")
+
+
 def test_ranks_leave_with_one_line_if_one_is_late():
     p = Ranks(2, is_late).finish()
     assert (p.returncode, p.stderr) == (1, "a line\n")

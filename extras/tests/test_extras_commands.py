@@ -58,6 +58,11 @@ ROWS = {
     ],
     "extras/docs/data.md": [
         ("python train.py config/quickstart.py --dataset=fineweb_edu:7", trains(ranks=2)),
+        ("python extras/data/alpaca/prepare.py", NETWORK),
+        ("python train.py extras/config/finetune_gpt2_alpaca.py", TUNES),
+        ("python data/wikitext103/prepare.py", NETWORK),
+        ("torchrun --standalone --nproc_per_node=2 train.py extras/config/train_wikitext103.py",
+         trains()),
     ],
     "extras/docs/finetuning.md": [
         ("python data/prepare.py my_chats chats.jsonl --chat", Run()),
@@ -150,8 +155,11 @@ def clone(tmp_path_factory):
     write_jsonl(here / "qa.jsonl", [{"question": f"{i}?", "answer": str(i)} for i in range(99)])
     for name in ("my_code", "my_math"):
         make_data(str(here / "data" / name))
-    for split in ("train", "val"):  # a directory that has its prepare.py already
-        shutil.copy(here / f"data/my_code/{split}.bin", here / "data/fineweb_edu")
+    make_hf(here / "gpt2", "gpt2")
+    for name in ("alpaca", "fineweb_edu", "wikitext103"):  # two have their prepare.py there already
+        (here / "data" / name).mkdir(exist_ok=True)
+        for split in ("train", "val"):
+            shutil.copy(here / f"data/my_code/{split}.bin", here / "data" / name)
     for name in ("my_code", "my_math"):
         os.remove(here / "data" / name / "meta.json")  # so that their vocabulary is the config's
     (here / "tasks").mkdir()
