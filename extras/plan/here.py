@@ -76,7 +76,8 @@ def train(directory, world):
 
 def planned(keys, gpu):
     with redirect_stdout(io.StringIO()):
-        [row] = plan.main([*MODEL, *keys, "--world_size=2", f"--gpu={gpu}"])
+        flags = ["--world_size=2", f"--gpu={gpu}", "--attention=flash2"]
+        [row] = plan.main([*MODEL, *keys, *flags])
     return row
 
 

@@ -4,8 +4,9 @@ Throughputs that others published, and the plan's for the same runs.
     python -m extras.plan.published runs.csv    # each row, and the errors by group
     python -m extras.plan.published runs.csv --measured    # when one row sets the rate for others
 
-Twenty rows are here, some of each kind, for test_timing.py; no constant was fitted on them. A file
-with more has the same columns and may have others. tok_s_gpu: tokens per second and GPU.
+Rows of each kind are here, for test_timing.py; no constant was fitted on them. A file with more has
+the same columns and may have others. tok_s_gpu: tokens per second and GPU. per_node: GPUs, 8 if the
+row does not say. A row that the plan's keys cannot express is passed over, and named.
 
 Times are linear in depth, so models of 2 and 4 blocks are rehearsed, once for all numbers of GPUs,
 as by --world_size=8,16.
@@ -27,8 +28,11 @@ from extras.plan.rehearse import rehearse
 # llm-foundry: scripts/train/benchmarking/README.md of mosaicml/llm-foundry, as of that month.
 # fms-fsdp: README.md of foundation-model-stack/fms-fsdp, at that commit.
 # torchtitan: docs/performance.md of pytorch/torchtitan, as of that month.
+# KempnerForge: benchmarks/mfu_scaling of KempnerInstitute/KempnerForge, at that commit.
+# fairseq: examples/fully_sharded_data_parallel/README.md, as of that month.
+# LambdaLabs: chapter 5 of LambdaLabsML/distributed-training-guide, at that commit.
 ROWS = """\
-source,model,gpus,gpu,seq,mbs,accum,strategy,ac,compile,attn,dtype,reduce,tok_s_gpu,network
+source,model,gpus,gpu,seq,mbs,accum,strategy,ac,compile,attn,dtype,reduce,tok_s_gpu,network,per_node
 llm-foundry 2023-10,mpt-13b,16,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4767,
 llm-foundry 2023-10,mpt-13b,32,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4811,
 llm-foundry 2023-10,mpt-13b,64,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4800,
@@ -49,6 +53,9 @@ fms-fsdp cf6e42c,llama2-7b,96,h100_80gb,4096,2,1,hybrid_shard,none,0,sdpa,bf16,b
 fms-fsdp ed74fd5,llama2-7b,96,h100_80gb,4096,2,1,hybrid_shard,none,1,sdpa,bf16,bf16,9600,800 a node
 fms-fsdp cf6e42c,llama2-7b,128,a100_80gb,4096,2,1,hybrid_shard,none,0,sdpa,bf16,bf16,3650,400 a node
 fms-fsdp ed74fd5,llama2-7b,128,a100_80gb,4096,2,1,hybrid_shard,none,1,sdpa,bf16,bf16,4550,400 a node
+KempnerForge 01b461a,llama3-8b,2,h200,4096,2,4,full_shard,full,1,sdpa,bf16,fp32,9364,,4
+KempnerForge 01b461a,llama3-8b,4,h200,4096,4,2,full_shard,full,1,sdpa,bf16,fp32,9746,,4
+KempnerForge 01b461a,llama3-15b,8,h200,4096,4,4,full_shard,full,0,sdpa,bf16,fp32,4426,,4
 """
 
 # width, heads, layers (llm-foundry's yaml files; GPT-3's table)
@@ -57,6 +64,7 @@ GPT = {
     "mpt-1b": (2048, 16, 24), "mpt-3b": (2560, 20, 32), "mpt-7b": (4096, 32, 32),
     "mpt-13b": (5120, 40, 40), "mpt-30b": (7168, 56, 48), "mpt-70b": (8192, 64, 80),
     "gpt2-124m": (768, 12, 12), "gpt3-1.3b": (2048, 16, 24), "gpt3-2.7b": (2560, 20, 32),
+    "gpt3-13b": (5120, 40, 40),
 }
 # width, heads, of them for keys and values, layers, inner width, vocabulary (their config.json)
 LLAMA = {
@@ -64,13 +72,20 @@ LLAMA = {
     "llama-34b": (8192, 64, 8, 48, 22016, 32000), "llama2-70b": (8192, 64, 8, 80, 28672, 32000),
     "llama3-8b": (4096, 32, 8, 32, 14336, 128256), "llama3-70b": (8192, 64, 8, 80, 28672, 128256),
     "tinyllama-1.1b": (2048, 32, 4, 22, 5632, 32000),
+    "llama3-15b": (5120, 40, 8, 40, 17920, 128256),
+    "llama3-405b": (16384, 128, 8, 126, 53248, 128256),
 }
 GPU = {
-    "a100_40gb": "A100-40", "a100_80gb": "A100", "h100_80gb": "H100", "h200": "H200",
+    "v100": "V100", "a100_40gb": "A100-40", "a100_80gb": "A100", "h100_80gb": "H100", "h200": "H200",
     "h100_96gb_500w": "989:2.4:360", "b200_limited": "B200",
 }
-DTYPE = {"bf16": "bfloat16", "fp8": "float8", "fp32": "float32"}
+DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "fp32": "float32"}
 CHECKPOINTING = {"none": "none", "full": "full", "selective_op": "selective"}
+# How the names of attention kernels begin. The first flash attention was as fast as Triton's.
+ATTENTION = {
+    "flash-triton": "triton", "flash1": "triton", "flash2": "flash2", "sdpa": "flash2",
+    "cudnn": "cudnn", "written out": "written_out",
+}
 FULL_POWER = ("a100_40gb", "a100_80gb", "h100_80gb")
 
 
@@ -78,10 +93,21 @@ def rows(file):
     return list(csv.DictReader(file))
 
 
+def unknown(row):
+    """["column=value"] of what the plan's keys cannot express, such as checkpointing in a part of
+    the blocks."""
+    tables = dict(
+        model={**GPT, **LLAMA}, gpu=GPU, dtype=DTYPE, ac=CHECKPOINTING, strategy=STRATEGIES)
+    if row["strategy"] != "single":
+        tables["reduce"] = DTYPE
+    found = [f"{key}={row[key]}" for key, table in tables.items() if row[key] not in table]
+    if not attention(row["attn"]):
+        found.append(f"attn={row['attn']}")
+    return found
+
+
 def arguments(row):
-    """plan's arguments for this row; None if its keys cannot express it."""
-    if row["ac"] not in CHECKPOINTING:
-        return None  # every second product, or a part of the blocks
+    """plan's arguments for this row."""
     ranks = int(row["gpus"])
     keys = dict(
         block_size=row["seq"],
@@ -93,6 +119,7 @@ def arguments(row):
         dtype=DTYPE[row["dtype"]],
         world_size=ranks,
         gpu=GPU[row["gpu"]],
+        gpus_per_node=row.get("per_node") or 8,
         attention=attention(row["attn"]),
     )
     if row["strategy"] != "single":
@@ -111,11 +138,12 @@ def model(name):
     return dict(model="llama", **dict(zip(names, LLAMA[name])), tie_embeddings=False)
 
 
-def attention(kernel):
-    if kernel == "written out":
-        return "written_out"
-    # The first flash attention and Triton's are equally fast.
-    return "triton" if kernel.startswith(("flash-triton", "flash1")) else "flash2"
+def attention(name):
+    """The kernel of plan's --attention; None if it has none of that name."""
+    for start, kernel in ATTENTION.items():
+        if name.startswith(start):
+            return kernel
+    return None
 
 
 def network(text):
@@ -193,7 +221,15 @@ def main(path):
 
 
 def expressible(path):
-    return [row for row in rows(open(path)) if arguments(row)]
+    """The rows of a file that the plan's keys can express; of each other one a line says why not."""
+    found = []
+    for row in rows(open(path)):
+        reasons = unknown(row)
+        if reasons:
+            print(f"passed over {row['source']}, {row['gpus']} GPUs: {', '.join(reasons)}")
+        else:
+            found.append(row)
+    return found
 
 
 def print_table(ratios):

@@ -371,7 +371,8 @@ def test_plan_recipes_say_their_peak_and_time(name):
     cfg = load_config([path])
     one = plan.plan(*plan.place(cfg, int(said[1]), MACHINE), MACHINE)
     assert f"{one['peak'] / GIB:.1f}" == said[2]
-    cluster = timing.Cluster(timing.H100, 8, timing.H100.network, compiled=cfg.compile)
+    gpu = timing.H100
+    cluster = timing.Cluster(gpu, 8, gpu.network, gpu.kernel, compiled=cfg.compile)
     micro_batches = cfg.gradient_accumulation_steps // int(said[1])
     step = timing.run(one["program"], cluster, micro_batches)
     seconds = re.search(r"^# With --gpu=H100 it plans ([\d.]+) s per step", open(path).read(), re.M)
@@ -627,6 +628,26 @@ def test_plan_fits_in_nine_tenths_of_a_gpu_and_a_nodes_host_memory(size, host, d
     assert one["where"] == ("forward" if device == 1 else "optimizer")
 
 
+@pytest.mark.parametrize("size, argv, ranks", [
+    (1, ["--strategy=single"], 1), (8, [], 8), (7, [], 7), (16, HYBRID, 4),
+    (8, ["--strategy=shard_grad_op"], 8), (8, ["--gradient_accumulation_steps=24"], 8)])
+def test_plan_valley_is_12_bytes_a_parameter(size, argv, ranks):
+    """Of this rank's rows: fp32 masters and two moments. The gradients are gone. What is left beside
+    them are AdamW's counters and a batch of tokens."""
+    cfg, world = placed(size, "--vocab_size=1000", *argv)
+    one = plan.plan(cfg, world, MACHINE)
+    parameters = list(train.meta_model(cfg).parameters())
+    rows = sum(-(-len(p) // ranks) * p[0].numel() for p in parameters)
+    rest = 4 * len(parameters) + 8 * cfg.batch_size * cfg.block_size
+    assert 0 <= one["valley"] - 12 * rows <= rest
+
+
+def test_plan_valley_of_what_is_offloaded_is_in_host_memory():
+    cfg, world = placed(8, "--vocab_size=1000", "--cpu_offload=1")
+    one = plan.plan(cfg, world, MACHINE)
+    assert one["valley"] <= 8 * cfg.batch_size * cfg.block_size
+
+
 def test_plan_zero_accounting_of_the_docs_is_the_papers():
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs, 2 + 2 + 12 bytes of each."""
     P, N = 7.5e9, 64
@@ -697,14 +718,14 @@ def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, ho
     lines = command(
         capsys, *argv, f"--gpu_memory={gpu_memory}", f"--host_memory={host_memory}")
     heads = [line for line in lines if line.endswith("fits  peak at")][0].split()
-    assert heads[3:11] == [*KINDS[1:], "peak", "host/node", "sent"]
+    assert heads[3:12] == [*KINDS[1:], "peak", "valley", "host/node", "sent"]
     unit = dict(GiB=1, MiB=1024)[heads[0]]
     fitting = []
     for name, *cells in [line.split() for line in lines if line.startswith((*STRATEGIES,))]:
-        sizes = [float(cell.replace(",", "")) for cell in cells[:8]]
+        sizes = [float(cell.replace(",", "")) for cell in cells[:9]]
         assert sum(sizes[:5]) == pytest.approx(sizes[5], abs=0.03)
-        fits = sizes[5] <= 0.9 * gpu_memory * unit and sizes[6] <= host_memory * unit
-        assert cells[8] == ("yes" if fits else "no")
+        fits = sizes[5] <= 0.9 * gpu_memory * unit and sizes[7] <= host_memory * unit
+        assert cells[9] == ("yes" if fits else "no")
         if fits and (name != "single" or argv[0] != SHALLOW[0]):
             fitting.append(name)
     assert fitting[:1] == ([taken] if taken else [])
