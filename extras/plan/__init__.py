@@ -403,7 +403,7 @@ def print_times(rows, picked, size, cfg, machine):
         "evaluation, saves and stragglers come on top")
     if cfg.cpu_offload or cfg.activation_offload:
         rate = machine.cluster.gpu.pcie / 1e9
-        print(f"copies between host and GPU are assumed to run at {rate:.0f} GB/s (PCIe), untested")
+        print(f"copies between host and GPU are assumed to run at {rate:g} GB/s (PCIe)")
     if not machine.tokens:
         return
     row = {row["strategy"]: row for row in rows}[picked]

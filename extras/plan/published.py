@@ -32,7 +32,7 @@ from extras.plan.rehearse import rehearse
 # fairseq: examples/fully_sharded_data_parallel/README.md, as of that month.
 # LambdaLabs: chapter 5 of LambdaLabsML/distributed-training-guide, at that commit.
 ROWS = """\
-source,model,gpus,gpu,seq,mbs,accum,strategy,ac,compile,attn,dtype,reduce,tok_s_gpu,network,per_node
+source,model,gpus,gpu,seq,mbs,accum,strategy,ac,compile,attn,dtype,reduce,tok_s_gpu,network,per_node,cpu_offload
 llm-foundry 2023-10,mpt-13b,16,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4767,
 llm-foundry 2023-10,mpt-13b,32,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4811,
 llm-foundry 2023-10,mpt-13b,64,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4800,
@@ -56,6 +56,9 @@ fms-fsdp ed74fd5,llama2-7b,128,a100_80gb,4096,2,1,hybrid_shard,none,1,sdpa,bf16,
 KempnerForge 01b461a,llama3-8b,2,h200,4096,2,4,full_shard,full,1,sdpa,bf16,fp32,9364,,4
 KempnerForge 01b461a,llama3-8b,4,h200,4096,4,2,full_shard,full,1,sdpa,bf16,fp32,9746,,4
 KempnerForge 01b461a,llama3-15b,8,h200,4096,4,4,full_shard,full,0,sdpa,bf16,fp32,4426,,4
+fairseq 2021-03,gpt3-13b,1,v100,2048,8,1,full_shard,full,0,written out,fp16,fp16,302,,8,1.0
+fairseq 2021-03,gpt3-13b,8,v100,2048,8,1,full_shard,full,0,written out,fp16,fp16,407,,8,1.0
+LambdaLabs 1fbe39a,llama3-405b,64,h100_80gb,4096,1,1,full_shard,full,0,flash2,bf16,bf16,137,,8,1.0
 """
 
 # width, heads, layers (llm-foundry's yaml files; GPT-3's table)
@@ -120,6 +123,7 @@ def arguments(row):
         world_size=ranks,
         gpu=GPU[row["gpu"]],
         gpus_per_node=row.get("per_node") or 8,
+        cpu_offload=row.get("cpu_offload") or 0.0,
         attention=attention(row["attn"]),
     )
     if row["strategy"] != "single":
@@ -162,10 +166,12 @@ def predicted(row, products=None):
     gpu = replace(gpu, products=products or gpu.products)
     cluster = replace(machine.cluster, gpu=gpu, compiled=row["compile"] == "1")
     ranks, micro_batches = int(row["gpus"]), int(row["accum"])
-    same = [row[key] for key in SAME]
+    same = [row.get(key) for key in SAME]
+    # One rank's copies have a stream less than those of many.
+    size = 1 if ranks == 1 else 16
     seconds, waited = [], []
     for depth in (2, 4):
-        program, cfg, size = rehearsed(depth, min(micro_batches, 2), *same)
+        program, cfg = rehearsed(depth, min(micro_batches, 2), size, *same)
         sharded = STRATEGIES[cfg.strategy].sharded and not cfg.shard_group_size
         program = timing.grown(program, ranks / size, cfg.shard_group_size, rows=sharded)
         step = timing.run(program, cluster, micro_batches)
@@ -177,19 +183,18 @@ def predicted(row, products=None):
 
 
 # The columns that a rehearsal depends on: not the GPU, nor the number of GPUs.
-SAME = ("model", "seq", "mbs", "strategy", "ac", "dtype", "reduce", "attn")
+SAME = ("model", "seq", "mbs", "strategy", "ac", "dtype", "reduce", "attn", "cpu_offload")
 
 
 @functools.cache
-def rehearsed(depth, micro_batches, *same):
-    """(program, cfg, GPUs) of the model with `depth` blocks."""
+def rehearsed(depth, micro_batches, size, *same):
+    """(program, cfg) of the model with `depth` blocks on `size` GPUs."""
     row = dict(zip(SAME, same), compile="0", gpu="h100_80gb", network="", accum=str(micro_batches))
-    size = 1 if row["strategy"] == "single" else 16
     machine, rest = plan.parse(arguments(dict(row, gpus=str(size))))
     cfg = load_config([*rest, f"--n_layer={depth}"])
     cfg, world = plan.place(replace(cfg, strategy=row["strategy"]), size, machine)
     *_, program = rehearse(cfg, world, machine.attention)
-    return program, cfg, size
+    return program, cfg
 
 
 def groups(row, exposed):

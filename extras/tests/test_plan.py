@@ -381,6 +381,20 @@ def test_plan_recipes_say_their_peak_and_time(name):
     assert step.seconds == pytest.approx(float(seconds[1]), abs=0.001)
 
 
+@pytest.mark.parametrize("config, size, flags, fits", [
+    # "Without CPU offloading we'd only be able to fit a batch size of 1 per GPU."
+    ("gpt3_13b", 8, ["--batch_size=1"], True), ("gpt3_13b", 8, ["--batch_size=2"], False),
+    ("gpt3_13b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=256"], True),
+    ("gpt3_6.7b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=128"], True)])
+def test_plan_fairseqs_models_fit_v100s_of_32_gb(config, size, flags, fits):
+    """As its page on fully sharded training says, with full checkpointing, in fp16."""
+    [one] = plan.main([
+        f"{HERE}/extras/config/{config}.py", f"--world_size={size}", "--gpu=V100",
+        "--strategy=full_shard", "--activation_checkpointing=full", "--checkpoint=full",
+        f"--gradient_accumulation_steps={size}", *flags])
+    assert one["fits"] == fits
+
+
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
 def test_plan_host_memory_has_what_a_sharded_save_copies(offload):
     """12 bytes a parameter of the rank's own rows, wherever they are: here 8 ranks divide all. On
