@@ -13,8 +13,9 @@ Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, 
 rank 0 of that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers,
 fragmentation (so a plan fits if it takes at most 90% of a GPU), and the savings of compiling.
 Times are estimates (timing.py); extras/docs/measurements.md says how far they were from runs that
-others published. The valley is what a GPU holds at rest, between two steps. tok/s and MFU are per GPU, exposed is the share of a step in which a GPU waits
-for others, and batches are the micro-batches per GPU and step.
+others published. The valley is what a GPU holds at rest, between two steps. tok/s and MFU are per
+GPU, exposed is the share of a step in which a GPU waits for others, and batches are the
+micro-batches per GPU and step.
 """
 
 import math

@@ -5,8 +5,9 @@ Throughputs that others published, and the plan's for the same runs.
     python -m extras.plan.published runs.csv --measured    # when one row sets the rate for others
 
 Rows of each kind are here, for test_timing.py; no constant was fitted on them. A file with more has
-the same columns and may have others. tok_s_gpu: tokens per second and GPU. per_node: GPUs, 8 if the
-row does not say. A row that the plan's keys cannot express is passed over, and named.
+the same columns and may have others. tok_s_gpu: tokens per second and GPU. node: GPUs per node, if
+they are not 8. offload: as --cpu_offload. Rows that the plan's keys cannot express are passed over,
+and named.
 
 Times are linear in depth, so models of 2 and 4 blocks are rehearsed, once for all numbers of GPUs,
 as by --world_size=8,16.
@@ -32,7 +33,7 @@ from extras.plan.rehearse import rehearse
 # fairseq: examples/fully_sharded_data_parallel/README.md, as of that month.
 # LambdaLabs: chapter 5 of LambdaLabsML/distributed-training-guide, at that commit.
 ROWS = """\
-source,model,gpus,gpu,seq,mbs,accum,strategy,ac,compile,attn,dtype,reduce,tok_s_gpu,network,per_node,cpu_offload
+source,model,gpus,gpu,seq,mbs,accum,strategy,ac,compile,attn,dtype,reduce,tok_s_gpu,network,node,offload
 llm-foundry 2023-10,mpt-13b,16,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4767,
 llm-foundry 2023-10,mpt-13b,32,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4811,
 llm-foundry 2023-10,mpt-13b,64,h100_80gb,2048,2,1,full_shard,none,0,flash-triton,bf16,fp32,4800,
@@ -79,8 +80,8 @@ LLAMA = {
     "llama3-405b": (16384, 128, 8, 126, 53248, 128256),
 }
 GPU = {
-    "v100": "V100", "a100_40gb": "A100-40", "a100_80gb": "A100", "h100_80gb": "H100", "h200": "H200",
-    "h100_96gb_500w": "989:2.4:360", "b200_limited": "B200",
+    "v100": "V100", "a100_40gb": "A100-40", "a100_80gb": "A100", "h100_80gb": "H100",
+    "h200": "H200", "h100_96gb_500w": "989:2.4:360", "b200_limited": "B200",
 }
 DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "fp32": "float32"}
 CHECKPOINTING = {"none": "none", "full": "full", "selective_op": "selective"}
@@ -89,7 +90,7 @@ ATTENTION = {
     "flash-triton": "triton", "flash1": "triton", "flash2": "flash2", "sdpa": "flash2",
     "cudnn": "cudnn", "written out": "written_out",
 }
-FULL_POWER = ("a100_40gb", "a100_80gb", "h100_80gb")
+FULL_POWER = ("a100_40gb", "a100_80gb", "h100_80gb", "h200")
 
 
 def rows(file):
@@ -118,12 +119,12 @@ def arguments(row):
         gradient_accumulation_steps=ranks * int(row["accum"]),
         strategy=row["strategy"],
         activation_checkpointing=CHECKPOINTING[row["ac"]],
-        compile=row["compile"] == "1",
+        compile=is_fused(row),
         dtype=DTYPE[row["dtype"]],
         world_size=ranks,
         gpu=GPU[row["gpu"]],
-        gpus_per_node=row.get("per_node") or 8,
-        cpu_offload=row.get("cpu_offload") or 0.0,
+        gpus_per_node=row.get("node") or 8,
+        cpu_offload=row.get("offload") or 0.0,
         attention=attention(row["attn"]),
     )
     if row["strategy"] != "single":
@@ -131,6 +132,12 @@ def arguments(row):
     if network(row["network"]):
         keys["network"] = network(row["network"])
     return [f"--{key}={value}" for key, value in {**model(row["model"]), **keys}.items()]
+
+
+def is_fused(row):
+    """TransformerEngine casts to 8 bits in one kernel, with and without a compiler. torchao needs
+    one for that: else it has ten, which each read and write everything."""
+    return row["compile"] == "1" or row["dtype"] == "fp8"
 
 
 def model(name):
@@ -164,7 +171,7 @@ def predicted(row, products=None):
     machine, _ = plan.parse(arguments(row))
     gpu = machine.cluster.gpu
     gpu = replace(gpu, products=products or gpu.products)
-    cluster = replace(machine.cluster, gpu=gpu, compiled=row["compile"] == "1")
+    cluster = replace(machine.cluster, gpu=gpu, compiled=is_fused(row))
     ranks, micro_batches = int(row["gpus"]), int(row["accum"])
     same = [row.get(key) for key in SAME]
     # One rank's copies have a stream less than those of many.
@@ -183,7 +190,7 @@ def predicted(row, products=None):
 
 
 # The columns that a rehearsal depends on: not the GPU, nor the number of GPUs.
-SAME = ("model", "seq", "mbs", "strategy", "ac", "dtype", "reduce", "attn", "cpu_offload")
+SAME = ("model", "seq", "mbs", "strategy", "ac", "dtype", "reduce", "attn", "offload")
 
 
 @functools.cache
@@ -200,7 +207,9 @@ def rehearsed(depth, micro_batches, size, *same):
 def groups(row, exposed):
     """The lines of the table that count a row."""
     if row["dtype"] == "fp8":
-        return ["float8"]
+        return [f"float8: {row['gpu']}"]
+    if float(row.get("offload") or 0):
+        return ["offload"]
     if row["gpu"] not in FULL_POWER:
         return [f"below full power: {row['gpu']}"]
     found = ["all in bf16", row["gpu"], row["source"]]
@@ -226,7 +235,7 @@ def main(path):
 
 
 def expressible(path):
-    """The rows of a file that the plan's keys can express; of each other one a line says why not."""
+    """The rows of a file that the plan's keys can express. A line names each other one, and why."""
     found = []
     for row in rows(open(path)):
         reasons = unknown(row)

@@ -30,6 +30,7 @@ from extras.plan.program import (
     computed,
     is_free,
     joins,
+    local,
     recording_streams,
     touched,
 )
@@ -39,7 +40,7 @@ try:
     from torch._subclasses import FakeTensorMode
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as e:
     raise SystemExit(
         f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13 or 2.15")
@@ -323,14 +324,6 @@ def power_of_two(size):
     return 1 << (size - 1).bit_length()
 
 
-def local(t):
-    """The tensor with memory: a DTensor wraps this rank's rows, and torchao wraps float8's."""
-    while is_traceable_wrapper_subclass(t):
-        inner, _ = t.__tensor_flatten__()
-        t = getattr(t, inner[0])
-    return t
-
-
 def storage_of(t):
     return local(t).untyped_storage()
 
@@ -383,9 +376,9 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
         return copy
 
     def of_unit(method):  # notes the unit that FSDP gathers, frees or reduces
-        def call(group, *args):
+        def call(group, *args, **options):
             with ledger.busy_with(group.modules[0]):
-                return method(group, *args)
+                return method(group, *args, **options)
         return call
 
     clip = fsdp.clip_grad_norm

@@ -646,8 +646,8 @@ def test_plan_fits_in_nine_tenths_of_a_gpu_and_a_nodes_host_memory(size, host, d
     (1, ["--strategy=single"], 1), (8, [], 8), (7, [], 7), (16, HYBRID, 4),
     (8, ["--strategy=shard_grad_op"], 8), (8, ["--gradient_accumulation_steps=24"], 8)])
 def test_plan_valley_is_12_bytes_a_parameter(size, argv, ranks):
-    """Of this rank's rows: fp32 masters and two moments. The gradients are gone. What is left beside
-    them are AdamW's counters and a batch of tokens."""
+    """Of this rank's rows: fp32 masters and two moments. The gradients are gone. Beside them are
+    AdamW's counters and a batch of tokens."""
     cfg, world = placed(size, "--vocab_size=1000", *argv)
     one = plan.plan(cfg, world, MACHINE)
     parameters = list(train.meta_model(cfg).parameters())

@@ -321,7 +321,7 @@ def test_timing_predicts_what_others_published():
     """With all in host memory too."""
     rows = published.rows(published.ROWS.splitlines())
     ratios = [published.predicted(row)[0] / float(row["tok_s_gpu"]) for row in rows]
-    assert len(ratios) == 26 and sum(row["cpu_offload"] == "1.0" for row in rows) == 3
+    assert len(ratios) == 26 and sum(row["offload"] == "1.0" for row in rows) == 3
     assert published.error(ratios) <= 0.09
     assert published.within(0.25, ratios) == 1
 
