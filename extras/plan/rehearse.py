@@ -38,6 +38,7 @@ from optimizer import allocate_state
 
 try:
     from torch._subclasses import FakeTensorMode
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -381,6 +382,12 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
                 return method(group, *args, **options)
         return call
 
+    keep_in_group = FSDPParam.to_sharded_post_forward
+
+    def listed_keep_in_group(param):  # where reshard_after_forward is a number of ranks
+        keep_in_group(param)
+        ledger.label("gathered", param._sharded_post_forward_param_data)
+
     clip = fsdp.clip_grad_norm
 
     def marked_clip(*args):
@@ -404,6 +411,7 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
         patch.object(torch.Tensor, "to", to_other_memory),
         patch.object(torch.Tensor, "cpu", to_cpu),
         patch.object(torch, "_fused_adamw_", update_nothing),
+        patch.object(FSDPParam, "to_sharded_post_forward", listed_keep_in_group),
         patch.object(fsdp, "fully_shard", listed_fully_shard),
         patch.object(fsdp, "materialize", fake_materialize),
         patch.object(fsdp, "clip_grad_norm", marked_clip),

@@ -387,12 +387,20 @@ def test_plan_recipes_say_their_peak_and_time(name):
     ("gpt3_13b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=256"], True),
     ("gpt3_6.7b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=128"], True)])
 def test_plan_fairseqs_models_fit_v100s_of_32_gb(config, size, flags, fits):
-    """As its page on fully sharded training says, with full checkpointing, in fp16."""
+    """As its page on fully sharded training says, with full checkpointing, in fp16. And the
+    config's header says what is planned on one."""
+    path = f"{HERE}/extras/config/{config}.py"
     [one] = plan.main([
-        f"{HERE}/extras/config/{config}.py", f"--world_size={size}", "--gpu=V100",
+        path, f"--world_size={size}", "--gpu=V100",
         "--strategy=full_shard", "--activation_checkpointing=full", "--checkpoint=full",
         f"--gradient_accumulation_steps={size}", *flags])
     assert one["fits"] == fits
+    if size == 1:
+        with open(path) as f:
+            header = f.read().replace("\n# ", " ")
+        said = re.search(r"plans ([\d.]+) GiB, (\d+) of the host and (\d+) tokens/s", header)
+        planned = f"{one['peak'] / GIB:.1f}", f"{one['host'] / GIB:.0f}", f"{one['tok/s']:.0f}"
+        assert said.groups() == planned
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
@@ -500,6 +508,34 @@ def test_plan_every_gathered_unit_is_freed(name, more):
     rows = [e.row for e in events]
     assert rows == sorted(rows) and 0 < rows[0] and rows[-1] < len(timeline)
     assert [e.what for e in events][-1] == "step"
+
+
+@pytest.mark.parametrize("size, group, argv", [
+    (16, 8, []), (8, 4, ["--n_embd=30", "--n_head=3", "--block_size=16"])])  # rows that are padded
+def test_plan_units_that_a_group_keeps_after_forward(size, group, argv):
+    """reshard_after_forward as a number of ranks: each keeps its part of every block, and backward
+    gathers inside of the group."""
+    cfg, world = placed(size, "--vocab_size=1024", "--dtype=bfloat16", *argv)
+    shard = fsdp.shard
+
+    def in_groups(*args, **keys):
+        shard(*args, **{**keys, "reshard_after_forward": group})
+
+    def gathered(timeline, marks):  # when the blocks' forward is over
+        end = dict(map(reversed, marks))["forward, head"]
+        return timeline[end, KINDS.index("gathered")]
+
+    freed = gathered(*rehearse(cfg, world)[:2])
+    with patch.object(fsdp, "shard", in_groups):
+        timeline, marks, events, _ = rehearse(cfg, world)
+    parameters = train.meta_model(cfg).blocks.parameters()
+    padded = sum(size * -(-len(p) // size) * p[0].numel() for p in parameters)
+    assert gathered(timeline, marks) - freed == 2 * padded / group
+    gathers = [e for e in events if e.what == "all_gather" and e.unit != "root"]
+    for e in gathers:
+        in_backward = e.where.startswith("backward")
+        assert (e.ranks, e.stride) == (group if in_backward else size, 1)
+    assert len(gathers) == 2 * cfg.n_layer
 
 
 def case_collectives(tmp, **keys):
