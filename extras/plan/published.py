@@ -174,7 +174,7 @@ def predicted(row, products=None):
     cluster = replace(machine.cluster, gpu=gpu, compiled=is_fused(row))
     ranks, micro_batches = int(row["gpus"]), int(row["accum"])
     same = [row.get(key) for key in SAME]
-    # One rank's copies have a stream less than those of many.
+    # One rank gathers nothing, so its copies from the host are not on a stream of their own.
     size = 1 if ranks == 1 else 16
     seconds, waited = [], []
     for depth in (2, 4):
