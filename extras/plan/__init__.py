@@ -201,7 +201,7 @@ def parse(argv):
     add("--network", type=float, metavar="GBIT/S",
         help="gigabits/s per GPU to other nodes (V100 50, A100 200, others 400)")
     add("--attention", choices=timing.ATTENTION,
-        help="the attention kernel (V100 written_out, A100 flash2, others cudnn)")
+        help="the attention kernel (H100, H200 and B200 cudnn, V100 written_out, else flash2)")
     add("--measured", type=float, metavar="TOK/S",
         help="per GPU, in a short run of this config: products then run as fast as there")
     add("--tokens", type=float,

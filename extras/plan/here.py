@@ -76,8 +76,7 @@ def train(directory, world):
 
 def planned(keys, gpu):
     with redirect_stdout(io.StringIO()):
-        flags = ["--world_size=2", f"--gpu={gpu}", "--attention=flash2"]
-        [row] = plan.main([*MODEL, *keys, *flags])
+        [row] = plan.main([*MODEL, *keys, "--world_size=2", f"--gpu={gpu}"])
     return row
 
 

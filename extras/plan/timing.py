@@ -158,6 +158,7 @@ def find_gpu(name):
         memory=memory * 1e12,
         nvlink=nvlink * 1e9,
         attention=rates,
+        kernel="flash2",  # PyTorch prefers cuDNN's only on the GPUs above
     )
 
 
