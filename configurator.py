@@ -513,9 +513,8 @@ def conflicts(cfg, asked, world, distributed):
          f"the layers of adapter={cfg.adapter} have no float8; use --dtype=bfloat16"),
         ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
          f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
-        ("cpu_offload", cfg.cpu_offload and cfg.dtype in ("float8", "float16"),
-         f"{cfg.dtype}'s scales and the gradients would lie apart; use --dtype=bfloat16 or "
-         "float32"),
+        ("cpu_offload", cfg.cpu_offload and cfg.dtype == "float8",
+         "float8's scales and the gradients would lie apart; use --dtype=bfloat16 or float32"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
          "it moves the inputs that checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),

@@ -49,7 +49,7 @@ resolve TOY
   --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full
   --compile=True --activation_checkpointing=full --activation_offload=True | --compile=False
   --backend=nccl | --backend=auto
-  --dtype=float16 --cpu_offload=0.5; --dtype=float8 --cpu_offload=0.5 | --dtype=bfloat16
+  --dtype=float8 --cpu_offload=0.5 | --dtype=bfloat16
   --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
   --compile=True --loss_chunks=2 --wrap_min_params=9 | --wrap_min_params=0
   --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0

@@ -13,8 +13,9 @@ Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, 
 rank 0 of that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers,
 fragmentation (so a plan fits if it takes at most 90% of a GPU), and the savings of compiling.
 Times are estimates (timing.py); extras/docs/measurements.md says how far they were from runs that
-others published. tok/s and MFU are per GPU, exposed is the share of a step in which a GPU waits
-for others, and batches are the micro-batches per GPU and step.
+others published. The valley is what a GPU holds at rest, between two steps. tok/s and MFU are per
+GPU, exposed is the share of a step in which a GPU waits for others, and batches are the
+micro-batches per GPU and step.
 """
 
 import math
@@ -38,7 +39,7 @@ LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into that many pieces
 GIB = 2**30
 MIB = 2**20
 ON_DEVICE = KINDS[1:]  # KINDS[0] is host memory
-COLUMNS = (*ON_DEVICE, "peak", "host", "sent")
+COLUMNS = (*ON_DEVICE, "peak", "valley", "host", "sent")
 TIMES = {"s/step": "{:.3f}", "tok/s": "{:,.0f}", "MFU": "{:.1%}", "exposed": "{:.1%}"}  # per GPU
 
 
@@ -47,7 +48,8 @@ TIMES = {"s/step": "{:.3f}", "tok/s": "{:,.0f}", "MFU": "{:.1%}", "exposed": "{:
 
 def plan(cfg, world, machine):
     """A row: the bytes that rank 0 holds at its peak, by kind, and where in the step the peak is;
-    bytes of its node's host memory; bytes that it sends per step."""
+    those that it holds at rest, between two steps; bytes of its node's host memory; bytes that it
+    sends per step."""
     timeline, marks, events, program = rehearse(cfg, world, machine.attention)
     on_device = timeline[:, 1:].sum(axis=1)
     top = int(on_device.argmax())
@@ -63,6 +65,7 @@ def plan(cfg, world, machine):
     row = dict(zip(ON_DEVICE, timeline[top, 1:]))
     row["strategy"] = cfg.strategy
     row["peak"] = peak
+    row["valley"] = on_device[-1]
     row["where"] = marks_before[-1]
     row["host"] = host
     row["sent"] = sum(event.times * event.sent() for event in events)
@@ -133,7 +136,8 @@ def place(cfg, size, machine):
     if not STRATEGIES[cfg.strategy].in_groups:
         keys["shard_group_size"] = 0  # another row may need it
     if cfg.dtype == "auto" and device.type == "cuda":
-        keys["dtype"] = "bfloat16"  # as on today's GPUs; this machine may have none
+        # Resolved here, since this machine may have no GPU.
+        keys["dtype"] = machine.cluster.gpu.half if machine.cluster else "bfloat16"
     cfg = replace(cfg, **keys)
     return resolve(cfg, world, distributed=cfg.strategy != "single"), world
 
@@ -195,9 +199,9 @@ def parse(argv):
         help=f"{', '.join(timing.GPUS)}, or PEAK_TFLOPS:MEMORY_TB/s:NVLINK_GB/s by its data "
              "sheet (this machine's, if known)")
     add("--network", type=float, metavar="GBIT/S",
-        help="gigabits/s per GPU to other nodes (A100 200, others 400)")
-    add("--attention", choices=timing.ATTENTION, default="flash2",
-        help="the attention kernel (%(default)s)")
+        help="gigabits/s per GPU to other nodes (V100 50, A100 200, others 400)")
+    add("--attention", choices=timing.ATTENTION,
+        help="the attention kernel (H100, H200 and B200 cudnn, V100 written_out, else flash2)")
     add("--measured", type=float, metavar="TOK/S",
         help="per GPU, in a short run of this config: products then run as fast as there")
     add("--tokens", type=float,
@@ -223,6 +227,8 @@ def parse(argv):
     own.gpu_memory = memory * GIB  # from here on in bytes
     own.host_memory *= GIB
     own.cluster = None
+    if not own.attention:
+        own.attention = own.gpu.kernel if own.gpu else "flash2"
     if own.gpu:
         network = own.gpu.network
         if own.network:
@@ -270,7 +276,7 @@ def check_times(own):
     if not own.gpu:
         return
     kernels = [*own.gpu.attention, "written_out"]
-    if own.attention not in kernels:
+    if own.attention and own.attention not in kernels:
         known = ", ".join(kernels)
         raise SystemExit(f"--attention={own.attention} on this GPU: known are {known}")
 
@@ -397,8 +403,8 @@ def print_times(rows, picked, size, cfg, machine):
         f"times are for the steps alone, {kind}, at full power (at 500 W an H100 took 26% longer); "
         "evaluation, saves and stragglers come on top")
     if cfg.cpu_offload or cfg.activation_offload:
-        rate = timing.PCIE / 1e9
-        print(f"copies between host and GPU are assumed to run at {rate:.0f} GB/s (PCIe), untested")
+        rate = machine.cluster.gpu.pcie / 1e9
+        print(f"copies between host and GPU are assumed to run at {rate:g} GB/s (PCIe)")
     if not machine.tokens:
         return
     row = {row["strategy"]: row for row in rows}[picked]

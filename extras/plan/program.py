@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
 COMPUTE = torch.cpu.current_stream()  # the stream of operations that ask for no other
@@ -145,6 +146,14 @@ def touched(name, args, kwargs, out):
     return (args, kwargs), out
 
 
+def local(t):
+    """The tensor with memory: a DTensor wraps this rank's rows, and torchao wraps float8's."""
+    while is_traceable_wrapper_subclass(t):
+        inner, _ = t.__tensor_flatten__()
+        t = getattr(t, inner[0])
+    return t
+
+
 def computed(op, args, kwargs, out):
     """dict of an Operation's fields: the FLOPs of a product or of attention, and its sizes."""
     if "scaled_dot_product" not in str(op):
@@ -153,7 +162,7 @@ def computed(op, args, kwargs, out):
             return {}
         # The first argument is multiplied, or has the type of the tensors that are. The last may be
         # a number, such as a convolution's groups.
-        return dict(flops=count(*args, **kwargs, out_val=out), width=args[0].itemsize)
+        return dict(flops=count(*args, **kwargs, out_val=out), width=local(args[0]).itemsize)
     # The registry is of no use here: from torch 2.15 on it knows a CPU's kernel, and counts the
     # products that a causal kernel leaves out.
     is_backward = "backward" in str(op)

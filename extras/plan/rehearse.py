@@ -30,6 +30,7 @@ from extras.plan.program import (
     computed,
     is_free,
     joins,
+    local,
     recording_streams,
     touched,
 )
@@ -37,9 +38,10 @@ from optimizer import allocate_state
 
 try:
     from torch._subclasses import FakeTensorMode
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as e:
     raise SystemExit(
         f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13 or 2.15")
@@ -323,14 +325,6 @@ def power_of_two(size):
     return 1 << (size - 1).bit_length()
 
 
-def local(t):
-    """The tensor with memory: a DTensor wraps this rank's rows, and torchao wraps float8's."""
-    while is_traceable_wrapper_subclass(t):
-        inner, _ = t.__tensor_flatten__()
-        t = getattr(t, inner[0])
-    return t
-
-
 def storage_of(t):
     return local(t).untyped_storage()
 
@@ -383,10 +377,16 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
         return copy
 
     def of_unit(method):  # notes the unit that FSDP gathers, frees or reduces
-        def call(group, *args):
+        def call(group, *args, **options):
             with ledger.busy_with(group.modules[0]):
-                return method(group, *args)
+                return method(group, *args, **options)
         return call
+
+    keep_in_group = FSDPParam.to_sharded_post_forward
+
+    def listed_keep_in_group(param):  # where reshard_after_forward is a number of ranks
+        keep_in_group(param)
+        ledger.label("gathered", param._sharded_post_forward_param_data)
 
     clip = fsdp.clip_grad_norm
 
@@ -411,6 +411,7 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
         patch.object(torch.Tensor, "to", to_other_memory),
         patch.object(torch.Tensor, "cpu", to_cpu),
         patch.object(torch, "_fused_adamw_", update_nothing),
+        patch.object(FSDPParam, "to_sharded_post_forward", listed_keep_in_group),
         patch.object(fsdp, "fully_shard", listed_fully_shard),
         patch.object(fsdp, "materialize", fake_materialize),
         patch.object(fsdp, "clip_grad_norm", marked_clip),

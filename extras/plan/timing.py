@@ -36,22 +36,42 @@ TAKEN = 1 / 6
 CALL = 8.4e-6
 HOP = 3.4e-6
 HOP_ACROSS = 14e-6
-PCIE = 25e9  # bytes/s of a copy from or to pinned memory: PCIe 4.0 x16 has 32; untested
-HOST = 25e9  # bytes/s of host memory, for each of the ranks that share it; untested
+# bytes/s of host memory, for each of the ranks that share it: an estimate. LambdaLabs' update of
+# 405B in bf16 on 64 GPUs, 14 bytes per parameter in 4 s, ran at 22e9.
+HOST = 25e9
 
 
 @dataclass(frozen=True)
 class GPU:
     name: str  # as PyTorch calls it
-    peak: float  # FLOP/s, dense, in bf16
+    peak: float  # FLOP/s, dense, in half precision
     products: float  # the share of the peak that matrix products reach
     memory: float  # bytes/s
     nvlink: float  # bytes/s that a ring reaches
     network: float  # bytes/s per GPU to other nodes
+    pcie: float  # bytes/s of a copy from or to pinned memory: 0.78 of the data sheet's, a judgement
     gib: float  # of memory
     attention: dict  # FLOP/s of its kernels, forward and backward, with heads of (128, 64)
+    kernel: str  # of attention: the one that PyTorch takes
+    half: str = "bfloat16"  # the type that dtype=auto takes
+    fp32: float = 2.0  # times as slow in fp32 as in half precision, by TF32
 
 
+# A V100 has neither bf16, nor TF32, nor a kernel of flash attention in PyTorch.
+V100 = GPU(
+    name="V100-SXM2-32GB",
+    peak=PEAK_FLOPS["V100-SXM2-32GB"],
+    products=0.473,  # fitted on the validation pass of fairseq's 13B on one GPU
+    memory=0.9e12,  # data sheet
+    nvlink=117e9,  # a DGX-1's 150 by its data sheet, times the share that the A100 reaches of 300
+    network=6.25e9,  # a DGX-1's 400 Gb/s per node
+    pcie=12.5e9,  # PCIe 3.0 x16 has 16
+    gib=31.7,
+    attention={},
+    kernel="written_out",
+    half="float16",
+    fp32=8.0,
+)
 A100 = GPU(
     name="A100-SXM4-80GB",
     peak=PEAK_FLOPS["A100-SXM4-80GB"],
@@ -59,11 +79,13 @@ A100 = GPU(
     memory=2.039e12,  # data sheet
     nvlink=235e9,  # Bekman's all-reduce of 4 GB on 8
     network=25e9,  # 1,600 Gb/s per node
+    pcie=25e9,  # PCIe 4.0 x16 has 32
     gib=80,
     attention=dict(  # flash-attention's charts
         flash2=(203e12, 176e12),
         triton=(95e12, 100e12),
     ),
+    kernel="flash2",
 )
 H100 = GPU(
     name="H100 80GB HBM3",
@@ -72,14 +94,17 @@ H100 = GPU(
     memory=3.35e12,
     nvlink=360e9,  # an estimate
     network=50e9,  # 3,200 Gb/s per node
+    pcie=50e9,  # PCIe 5.0 x16 has 64
     gib=80,
     attention=dict(  # flash-attention's charts; cudnn's an estimate
         flash2=(338e12, 296e12),
         triton=(139e12, 168e12),
         cudnn=(500e12, 400e12),
     ),
+    kernel="cudnn",  # if cuDNN is 9.15 or later
 )
 GPUS = {
+    "V100": V100,
     "A100": A100,
     "A100-40": replace(A100, name="A100-SXM4-40GB", memory=1.555e12, gib=40),
     "H100": H100,
@@ -105,7 +130,7 @@ class Cluster:
     gpu: GPU
     gpus_per_node: int
     network: float  # bytes/s per GPU to other nodes
-    attention: str = "flash2"
+    attention: str
     compiled: bool = False
 
 
@@ -133,12 +158,14 @@ def find_gpu(name):
         memory=memory * 1e12,
         nvlink=nvlink * 1e9,
         attention=rates,
+        kernel="flash2",  # PyTorch prefers cuDNN's only on the GPUs above
     )
 
 
 def known_gpu(name):
     for key, gpu in GPUS.items():
-        if name.removeprefix("NVIDIA ").lower() in (key.lower(), gpu.name.lower()):
+        own = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+        if own.lower() in (key.lower(), gpu.name.lower()):
             return gpu
     return None
 
@@ -160,11 +187,11 @@ def price(op, cluster):
     gpu = cluster.gpu
     moved = op.moved()
     if op.name == "copy":
-        return moved / 2 / PCIE  # it reads here and writes there
+        return moved / 2 / gpu.pcie  # it reads here and writes there
     if op.name == "update on the host":
         return moved / HOST
-    # fp32 is TF32, at half the rate; float8 has twice the rate.
-    flops = op.flops * op.width / 2
+    # float8 has twice the rate.
+    flops = op.flops * (gpu.fp32 if op.width == 4 else op.width / 2)
     if op.head:
         large, small = gpu.attention[cluster.attention]
         rate = large if op.head > 64 else small

@@ -8,6 +8,8 @@ torchao, and is skipped without it.
 import importlib.util
 import os
 import sys
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import formulas
@@ -37,6 +39,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import checkpoint
 from configurator import load_config
 from extras import float8, plan
+from extras.plan.rehearse import rehearse
 from ranks import World
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="no torchao")
@@ -148,6 +151,19 @@ def test_float8_plan_gathers_less_and_leaves_ddp_out():
     eight, sixteen = rows
     assert 0 < eight["gathered"] < sixteen["gathered"] and eight["sent"] < sixteen["sent"]
     assert eight["parameters"] == sixteen["parameters"]
+
+
+@needs_torchao
+def test_float8_plan_multiplies_in_8_bits():
+    """The blocks' products, though torchao says of its tensors that they are bf16. Not the head's,
+    which has one forward and two backward."""
+    machine, rest = plan.parse([
+        "--gpu=H100", "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64",
+        "--vocab_size=256", "--dtype=float8", "--strategy=full_shard", "--world_size=8"])
+    [(cfg, world)] = plan.variants(load_config(rest), 8, machine)
+    *_, program = rehearse(replace(cfg, gradient_accumulation_steps=8), world)
+    products = [op for op in program if getattr(op, "flops", 0) and not op.head]
+    assert Counter(op.width for op in products) == {1: 3 * 4 * 2, 2: 3}
 
 
 @pytest.mark.parametrize("ranks, layer", [

@@ -27,8 +27,8 @@ from extras.plan.rehearse import rehearse
 # A GPU with round numbers: 1 PFLOP/s of products and 1 TB/s of memory that kernels reach.
 ROUND = replace(
     timing.H100, peak=2e15, products=0.5, memory=1e12 / timing.MEMORY_SHARE, nvlink=100e9,
-    attention=dict(flash2=(200e12, 100e12)))
-CLUSTER = timing.Cluster(ROUND, gpus_per_node=8, network=50e9)
+    pcie=30e9, attention=dict(flash2=(200e12, 100e12)))
+CLUSTER = timing.Cluster(ROUND, gpus_per_node=8, network=50e9, attention="flash2")
 
 
 # -----------------------------------------------------------------------------
@@ -46,13 +46,20 @@ CLUSTER = timing.Cluster(ROUND, gpus_per_node=8, network=50e9)
     (dict(name="attention", moved=1e9, flops=1e12, head=64, length=600, width=4), 20 * 2),
     (dict(name="aten.add", moved=3e9), 3),
     (dict(name="aten.add", moved=12), 0.004),  # as long as any kernel
-    (dict(name="copy", moved=2 * timing.PCIE), 1000),  # it is read there and written here
+    (dict(name="copy", moved=2 * 30e9), 1000),  # it is read there and written here
     (dict(name="update on the host", moved=timing.HOST), 1000)])
 def test_timing_prices_are_sums_by_hand(keys, ms):
     moved = [("x", keys["moved"])]
     op = Operation(where="", micro_batch=1, row=0, reads=moved, writes=[], **{
         key: value for key, value in keys.items() if key != "moved"})
     assert 1e3 * timing.price(op, CLUSTER) == pytest.approx(ms)
+
+
+def test_timing_a_v100_has_no_tf32():
+    """So fp32 takes 8 times as long as fp16, by its data sheet: 15.7 TFLOP/s beside 125."""
+    v100 = replace(ROUND, fp32=timing.V100.fp32)
+    op = operation("mm", [], [], flops=2e12, width=4)
+    assert timing.price(op, replace(CLUSTER, gpu=v100)) == pytest.approx(8 * 2e-3)
 
 
 CALL, HOP, ACROSS = 8.4e-6, 3.4e-6, 14e-6
@@ -282,8 +289,19 @@ def test_timing_finds_gpus_by_any_of_their_names(name, found):
 
 def test_timing_another_gpu_is_priced_by_its_data_sheet():
     gpu = timing.find_gpu("989:3.35:360")
-    assert replace(gpu, name=timing.H100.name) == timing.H100
+    assert replace(gpu, name=timing.H100.name, kernel="cudnn") == timing.H100
     assert timing.find_gpu("1978:3.35:360").attention["flash2"][0] == 2 * 338e12
+
+
+@pytest.mark.parametrize("name, kernel, dtype", [
+    ("V100", "written_out", "float16"), ("Tesla V100-SXM2-32GB", "written_out", "float16"),
+    ("A100", "flash2", "bfloat16"), ("H100", "cudnn", "bfloat16"), ("H200", "cudnn", "bfloat16"),
+    ("B200", "cudnn", "bfloat16"), ("989:3.35:360", "flash2", "bfloat16")])
+def test_timing_attention_and_dtype_are_what_the_gpu_has(name, kernel, dtype):
+    machine, rest = plan.parse([f"--gpu={name}", *TINY, "--strategy=full_shard"])
+    assert machine.attention == machine.cluster.attention == kernel
+    [(cfg, _)] = plan.variants(plan.load_config(rest), 8, machine)
+    assert cfg.dtype == dtype
 
 
 def test_timing_one_measured_rate_sets_that_of_products():
@@ -300,11 +318,25 @@ def test_timing_one_measured_rate_sets_that_of_products():
 
 
 def test_timing_predicts_what_others_published():
+    """With all in host memory too."""
     rows = published.rows(published.ROWS.splitlines())
     ratios = [published.predicted(row)[0] / float(row["tok_s_gpu"]) for row in rows]
-    assert len(ratios) == 20
+    assert len(ratios) == 26 and sum(row["offload"] == "1.0" for row in rows) == 3
     assert published.error(ratios) <= 0.09
     assert published.within(0.25, ratios) == 1
+
+
+@pytest.mark.parametrize("key", ["model", "gpu", "attn", "dtype", "reduce", "ac", "strategy"])
+def test_timing_a_published_row_that_is_not_known_is_passed_over(capsys, tmp_path, key):
+    """And a line says of which row and why; the others count."""
+    head, first, second, *_ = published.ROWS.splitlines()
+    unknown = dict(zip(head.split(","), first.split(",")))
+    unknown[key] = "new"
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([head, ",".join(unknown.values()), second]))
+    [row] = published.expressible(path)
+    assert row["gpus"] == "32"
+    assert capsys.readouterr().out == f"passed over llm-foundry 2023-10, 16 GPUs: {key}=new\n"
 
 
 def test_timing_published_rows_are_linear_in_depth():
@@ -346,8 +378,8 @@ def test_timing_columns_and_the_whole_run(capsys):
 
 def test_timing_without_a_gpu_the_table_stays_as_it_was(capsys):
     lines = command(capsys, *TIMED[1:2], *TIMED[2:])
-    assert list(row_of(lines))[6:9] == ["host/node", "sent", "fits"]
-    assert sum("--gpu=A100" in line for line in lines) == 1
+    assert list(row_of(lines))[6:10] == ["valley", "host/node", "sent", "fits"]
+    assert sum("--gpu=V100" in line for line in lines) == 1
 
 
 def test_timing_a_list_of_gpus_is_one_rehearsal(capsys, monkeypatch):

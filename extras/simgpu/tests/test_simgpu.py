@@ -401,7 +401,7 @@ def slow_cluster():
     from extras.plan import timing  # here: a fork may have deleted it
 
     gpu = timing.find_gpu(SLOW_GPU)
-    return timing.Cluster(gpu, gpus_per_node=8, network=gpu.network)
+    return timing.Cluster(gpu, gpus_per_node=8, network=gpu.network, attention="flash2")
 
 
 COLLECTIVES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
