@@ -683,6 +683,8 @@ class Saver:
         """Save the state after this many steps. Returns when a full checkpoint is
         written, or when the rows of a sharded one are copied to host memory.
         improved: the validation loss is the best so far."""
+        if self.cfg.checkpoint == "none":
+            return
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
         self.wait()  # for the save before: if this state is not finite, the run ends below
         start = time.perf_counter()

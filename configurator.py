@@ -67,6 +67,7 @@ PYTHON_H = os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h
 Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
 Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
+Scale = Annotated[float, lambda x: 0 < x < math.inf, "a finite number above 0"]
 Fraction = Annotated[float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1"]
 BelowOne = Annotated[float, lambda x: 0 <= x < 1, "a number from 0, below 1"]
 Device = Annotated[str, re.compile(r"auto|cpu|mps|cuda(:\d+)?").fullmatch, "auto, cpu, mps or cuda"]
@@ -87,8 +88,9 @@ class Config:
     #   another run's out_dir, whose weights it takes, or in Hugging Face format:
     #   gpt2[-medium|-large|-xl], another hub name, a directory;
     #   of its context it takes block_size at most
-    checkpoint: Literal["full", "sharded"] = "full"  # full: one portable ckpt.pt.
-    #   sharded: a directory, written in the background, for models too large for one host
+    checkpoint: Literal["full", "sharded", "none"] = "full"  # full: one portable ckpt.pt.
+    #   sharded: a directory, written in the background, for models too large for one host.
+    #   none: for trials
     save_interval: Whole = 0  # steps between checkpoints; 0: one at each evaluation
     keep_checkpoints: Positive = 2  # how many sharded ones to keep
     keep_every: Whole = 0  # N: at every N steps write one that is never removed
@@ -127,20 +129,26 @@ class Config:
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95  # 0.99 when a step has few tokens
     grad_clip: Number = 1.0  # limit of the global gradient norm; 0: none
-    decay_lr: bool = True  # warm up, then cosine; False: constant
+    decay_lr: bool = True  # warm up, then lr_schedule; False: constant from the first step
     warmup_iters: Whole = 2000
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # after warm-up; wsd:
+    #   constant, and in the last fifth of lr_decay_iters linear. To end such a run at any step N,
+    #   resume it there with lr_decay_iters and max_iters of 1.25 N
     lr_decay_iters: Whole = 600000  # usually max_iters
     min_lr: Number = 6e-5  # usually learning_rate / 10
     # --- system
     device: Device = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
     dtype: Literal[("auto", *DTYPES)] = "auto"  # to compute in; parameters stay fp32.
     #   float32, bfloat16, float16, float8 (in linear layers; H100, torchao); auto: fastest safe one
+    loss_scale: Scale = 65536.0  # float16's first; a run halves and doubles it by itself
     compile: bool = True  # torch.compile: a minute at the start, then faster; off for short runs
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     # --- sharding
     strategy: Literal[("", *STRATEGIES)] = ""  # empty: full_shard under torchrun, else single.
     #   single, ddp, shard_grad_op (ZeRO-2), full_shard (ZeRO-3), hybrid_shard (ZeRO-3 in groups)
     shard_group_size: Whole = 0  # of hybrid_shard: ranks that share one copy; 0: those of a node
+    reshard_group_size: Whole = 0  # N: after forward each group of N ranks keeps a copy in dtype,
+    #   so that backward gathers inside it, as in a node (ZeRO++'s hpZ); 0: none
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     #   in which ranks sum gradients; bfloat16 or float16 halve that traffic and cost accuracy,
     #   more with hybrid_shard or grad_sync=last: there micro-batches are added up in it too
@@ -372,7 +380,7 @@ def refuse(key, ours, theirs, where):
 AFFECTS_RESULTS = (
     "dataset", "gradient_accumulation_steps", "batch_size", "seed", "freeze", "momentum",
     "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip", "decay_lr",
-    "warmup_iters", "lr_decay_iters", "min_lr", "block_size", "dropout",
+    "warmup_iters", "lr_schedule", "lr_decay_iters", "min_lr", "block_size", "dropout",
 )
 
 
@@ -488,6 +496,9 @@ def conflicts(cfg, asked, world, distributed):
     single = cfg.strategy == "single"
     group = cfg.shard_group_size
     uneven_groups = STRATEGIES[cfg.strategy].in_groups and size % group
+    copy = group if STRATEGIES[cfg.strategy].in_groups else size  # ranks that share one
+    regather = cfg.reshard_group_size
+    no_part = regather == 1 or (regather and copy % regather)
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
@@ -503,6 +514,10 @@ def conflicts(cfg, asked, world, distributed):
          "start it with torchrun --standalone --nproc_per_node=2, or use --strategy=single"),
         ("shard_group_size", uneven_groups,
          f"{size} processes do not divide into groups of {group}; use a divisor of {size}"),
+        ("reshard_group_size", no_part,
+         f"{copy} ranks share a copy; use a divisor of {copy}, from 2 on"),
+        ("reshard_group_size", regather and cfg.dtype == "float8",
+         "FSDP2 cannot do that with float8 weights; use --reshard_group_size=0"),
         ("backend", cfg.backend == "nccl" and kind != "cuda" and not single,
          "NCCL needs CUDA; use --backend=auto"),
         ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,
@@ -514,7 +529,9 @@ def conflicts(cfg, asked, world, distributed):
         ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
          f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
         ("cpu_offload", cfg.cpu_offload and cfg.dtype == "float8",
-         "float8's scales and the gradients would lie apart; use --dtype=bfloat16 or float32"),
+         "float8's scales and the weights would lie apart; use --dtype=bfloat16"),
+        ("loss_scale", asked.loss_scale != Config.loss_scale and cfg.dtype != "float16",
+         f"it is for float16; use --loss_scale={Config.loss_scale:g}, or --dtype=float16"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
          "it moves the inputs that checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),
@@ -536,6 +553,7 @@ def conflicts(cfg, asked, world, distributed):
         "reduce_dtype": parallel,
         "grad_sync": parallel,
         "shard_group_size": [name for name in sharded if STRATEGIES[name].in_groups],
+        "reshard_group_size": [name for name in sharded if not STRATEGIES[name].keeps_gathered],
     }
     for key, strategies in only.items():
         default = getattr(Config, key)

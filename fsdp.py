@@ -47,10 +47,12 @@ save, resume and average the weights.
 """
 
 import math
+import re
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -62,13 +64,16 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+# Since torch 2.15 some parameters of a unit may be in another type.
+HAS_FP32_NAMES = hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn")
 
 
 def make_mesh(device_type: str, shard_group_size: int = 0):
@@ -96,7 +101,8 @@ def shard(
     *,
     param_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
-    reshard_after_forward: bool = True,
+    fp32_names: str = "",
+    reshard_after_forward: bool | DeviceMesh = True,
     cpu_offload: float = 0.0,
     prefetch_units: int = 0,
 ):
@@ -117,8 +123,11 @@ def shard(
     reduce_dtype: to add gradients up in, over the ranks. bfloat16 is then also the type in
         which micro-batches add up, with hybrid sharding, or with every=False in set_grad_sync.
         After 64 of them the gradient was 1% off.
+    fp32_names: a pattern. The parameters in whose name it is found are gathered in fp32, such as
+        a router's. Inputs are still in param_dtype. A ValueError before torch 2.15.
     reshard_after_forward: free a unit after its forward and gather it again for backward
-        (ZeRO-3), or keep it until then (ZeRO-2).
+        (ZeRO-3), or keep it until then (ZeRO-2). With make_mesh(kind, n) each group of n
+        neighbours keeps it, in param_dtype, and backward gathers in that group (ZeRO++'s hpZ).
     cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;
         at 1.0 the root too.
     prefetch_units: gather this many units ahead. 0 leaves it to FSDP2, which gathers one ahead
@@ -132,17 +141,18 @@ def shard(
         offloaded.append(model)
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     on_device = OffloadPolicy()
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    precision = precision_policy(model, param_dtype, reduce_dtype, fp32_names)
 
     # 1) Shard the units, and then the root, which takes all the rest.
-    for unit in units:
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=precision,
-            reshard_after_forward=reshard_after_forward,
-            offload_policy=on_host if unit in offloaded else on_device,
-        )
+    with mesh_after_forward(reshard_after_forward) as reshard_units:
+        for unit in units:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=precision,
+                reshard_after_forward=reshard_units,
+                offload_policy=on_host if unit in offloaded else on_device,
+            )
     fully_shard(
         model,
         mesh=mesh,
@@ -150,7 +160,7 @@ def shard(
         reshard_after_forward=False,  # backward begins with the root
         offload_policy=on_host if model in offloaded else on_device,
     )
-    model.keeps_gathered = not reshard_after_forward  # for set_grad_sync
+    model.keeps_gathered = reshard_after_forward is False  # for set_grad_sync
     # All ranks must reduce the same gradients. If a micro-batch leaves a parameter
     # without one on some rank (an expert that got no token), that rank contributes zeros.
     model.set_reduce_scatter_unused_params(True)
@@ -161,15 +171,51 @@ def shard(
         materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
 
     # 3) Say what to gather when. In backward FSDP2 gathers the unit before the current
-    # one. But backward may never reach a frozen one: then do not gather it.
+    # one. But the backward of an embedding does not read its table, and backward may never
+    # reach a frozen unit: then do not gather it.
     for unit in units:
-        if not any(p.requires_grad for p in unit.parameters()):
+        is_frozen = not any(p.requires_grad for p in unit.parameters())
+        if is_frozen or is_embedding(unit):
             unit.set_unshard_in_backward(False)
+        if is_frozen:
             unit.register_forward_hook(gather_if_backward_comes)
     # In forward FSDP2 gathers a unit when the CPU reaches it; the GPU is usually still computing
     # the one before. prefetch_units gathers earlier.
     if prefetch_units:
         prefetch(model, units, prefetch_units)
+
+
+def precision_policy(model, param_dtype, reduce_dtype, fp32_names):
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    if not fp32_names:
+        return policy
+    if not HAS_FP32_NAMES:
+        raise ValueError(
+            f"fp32_names={fp32_names!r} needs torch 2.15; this is {torch.__version__}")
+    names = {p: name for name, p in model.named_parameters()}
+
+    def in_fp32(p):
+        return torch.float32 if re.search(fp32_names, names[p]) else None
+
+    return replace(policy, param_dtype_override_fn=in_fp32)
+
+
+@contextmanager
+def mesh_after_forward(reshard_after_forward):
+    """Gives FSDP2's own argument: for a mesh the number of its neighbours."""
+    if isinstance(reshard_after_forward, bool):
+        yield reshard_after_forward
+        return
+    # For a number FSDP2 makes a mesh per unit, each with its own two groups of ranks, and NCCL
+    # would connect one per unit. So here it is given ours instead, the same one each time.
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+    with patch.object(_fsdp_init, "DeviceMesh", lambda *args: reshard_after_forward):
+        yield reshard_after_forward["shard"].size()
+
+
+def is_embedding(unit):
+    return type(unit).forward is torch.nn.Embedding.forward
 
 
 def allocate(model, device):
@@ -524,9 +570,12 @@ def zero_grad(wrapped, optimizer):
     optimizer.zero_grad(set_to_none=not isinstance(wrapped, DistributedDataParallel))
 
 
-def clip_grad_norm(wrapped, max_norm: float):
+def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     """Scale the gradients to a global 2-norm of at most max_norm (0: leave them). Returns
-    the norm before that, a 0-d tensor on the device (collective when sharded)."""
+    the norm before that, a 0-d tensor on the device (collective when sharded).
+
+    loss_scale: what the loss was multiplied by. The gradients are divided by it first. If one of
+    them has overflowed on any rank, the norm is not finite on all of them."""
     # By hand: clip_grad_norm_ refuses gradients on two devices, as cpu_offload has them.
     params = list(wrapped.parameters())
     is_sharded = isinstance(wrapped, FSDPModule)
@@ -547,11 +596,12 @@ def clip_grad_norm(wrapped, max_norm: float):
     if is_sharded:
         # Over the shard group only: the groups hold equal gradients, to be counted once.
         dist.all_reduce(square, group=mesh.get_group("shard"))
-    norm = square.sqrt()
-    if max_norm:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    norm = square.sqrt() / loss_scale
+    if max_norm or loss_scale != 1:
+        limit = max_norm or math.inf
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0) / loss_scale
         for device, here in grads.items():
-            torch._foreach_mul_(here, scale.to(device))
+            torch._foreach_mul_(here, factor.to(device))
     return norm
 
 

@@ -99,14 +99,20 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def allocator(device):
-    """CUDA's caching allocator: its peak of reserved bytes, and how often it found no room and
-    freed its cache to try again. On other devices None of each."""
-    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
-    return {
-        "peak_reserved": stats.get("reserved_bytes.all.peak"),
-        "alloc_retries": stats.get("num_alloc_retries"),
-    }
+def gpu_memory(device):
+    """Bytes on a GPU: in tensors now, between two steps (the valley beside the peak); the
+    allocator's peak; free on the device. And how often the allocator found no room and freed its
+    cache to try again. On other devices None of each."""
+    if device.type != "cuda":
+        return dict.fromkeys(("valley_memory", "peak_reserved", "free_memory", "alloc_retries"))
+    stats = torch.cuda.memory_stats(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return dict(
+        valley_memory=stats["allocated_bytes.all.current"],
+        peak_reserved=stats["reserved_bytes.all.peak"],
+        free_memory=free,
+        alloc_retries=stats["num_alloc_retries"],
+    )
 
 
 def require_packages(cfg):
@@ -152,7 +158,8 @@ def describe(cfg, model, batches, source, world):
                 f"--block_size={longest} for all of it")
         if step >= cfg.max_iters:
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise it to continue"
-    if cfg.decay_lr and cfg.max_iters > cfg.lr_decay_iters:
+    decays = cfg.decay_lr and cfg.lr_schedule != "constant"
+    if decays and cfg.max_iters > cfg.lr_decay_iters:
         yield (
             f"from step lr_decay_iters={cfg.lr_decay_iters} to max_iters={cfg.max_iters} the "
             f"learning rate is min_lr={cfg.min_lr}")
@@ -209,12 +216,13 @@ class Log:
         self.next_step = step + 1
         tokens_per_s = self.tokens / seconds
         memory = peak_memory(self.world.device)
-        cache = allocator(self.world.device)
-        reserved = ""
-        if cache["peak_reserved"] is not None:
-            reserved = (
-                f" ({cache['peak_reserved'] / 2**30:.2f}GiB reserved, "
-                f"{cache['alloc_retries']} retries)")
+        on_gpu = gpu_memory(self.world.device)
+        more = ""
+        if self.world.device.type == "cuda":
+            valley, reserved, free, retries = on_gpu.values()
+            more = (
+                f" ({valley / 2**30:.2f}GiB at rest, {reserved / 2**30:.2f}GiB reserved, "
+                f"{free / 2**30:.2f}GiB free, {retries} retries)")
         minutes_left = seconds * (self.max_iters - step - 1) / 60
         mfu = None
         if self.flops:
@@ -223,7 +231,7 @@ class Log:
             self.world,
             f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
             f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {tokens_per_s:,.0f} tok/s, "
-            f"norm {norm:.2f}, data {data_ms:.2f}ms, mem {memory / 2**30:.2f}GiB{reserved}, "
+            f"norm {norm:.2f}, data {data_ms:.2f}ms, mem {memory / 2**30:.2f}GiB{more}, "
             f"{minutes_left:.1f}m left")
         self.write(dict(
             iter=step,
@@ -236,7 +244,7 @@ class Log:
             mfu=mfu,
             loss_scale=scale,
             peak_memory=memory,
-            **cache,
+            **on_gpu,
             wall_s=now - self.started,
             **self.save,
         ))

@@ -1,8 +1,9 @@
 """
-From gradients to steps: AdamW and the learning rate.
+From gradients to steps: AdamW, the learning rate, and float16's loss scale.
 
     optimizer = make_adamw(model.parameters(), cfg)   # after sharding, before any forward
     lr = learning_rate_at(step, cfg)
+    scaler = LossScaler(cfg)
 
 AdamW (Loshchilov and Hutter 2019) keeps two moments, m and v, beside each weight w. With its
 gradient g, learning rate lr and weight decay d, step t = 1, 2, ... is
@@ -47,16 +48,67 @@ def make_adamw(params, cfg):
 
 
 def learning_rate_at(step, cfg):
-    """Linear warm-up to learning_rate, then a cosine to min_lr at lr_decay_iters."""
+    """Linear warm-up to learning_rate, then cfg.lr_schedule: to min_lr at lr_decay_iters, or
+    constant."""
     if not cfg.decay_lr:
         return cfg.learning_rate
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    if cfg.lr_schedule == "constant":
+        return cfg.learning_rate
     if step >= cfg.lr_decay_iters:
         return cfg.min_lr
     progress = (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters)
-    share = 0.5 * (1 + math.cos(math.pi * progress))  # from 1 to 0
+    share = 1 - progress  # linear, from 1 to 0
+    if cfg.lr_schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    if cfg.lr_schedule == "wsd":  # warm up, stay, and decay in the last fifth
+        share = min(1.0, (cfg.lr_decay_iters - step) / (0.2 * cfg.lr_decay_iters))
     return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
+
+
+class LossScaler:
+    """In float16 small gradients would be rounded to 0. So the loss is multiplied by `scale`, and
+    clip_grad_norm divides the gradients by it. Where one of them was too large, the step is
+    skipped on all ranks and the scale is halved; after GROW_AFTER good steps it is doubled.
+
+    In place of torch.amp.GradScaler, which does not wait until its scale has come to the CPU:
+    with cpu_offload the CPU would read it too soon. Here it is a number on the host."""
+
+    GROW_AFTER = 2000  # good steps
+
+    def __init__(self, cfg):
+        self.enabled = cfg.dtype == "float16"
+        self.scale = cfg.loss_scale if self.enabled else 1.0
+        self.good_steps = 0  # since the scale has changed
+        self.skipped = 0  # steps; whoever reports them sets it to 0
+
+    def scaled(self, loss):
+        return loss * self.scale if self.enabled else loss
+
+    def accepts(self, norm):
+        """True if the optimizer may take its step. norm: of the gradients of all ranks."""
+        if not self.enabled:
+            return True
+        is_finite = math.isfinite(norm)  # synchronization point
+        self.good_steps += 1
+        if not is_finite:
+            self.skipped += 1
+            self.scale /= 2
+            self.good_steps = 0
+        elif self.good_steps == self.GROW_AFTER:
+            self.scale *= 2
+            self.good_steps = 0
+        return is_finite
+
+    def state_dict(self):
+        """For a checkpoint, under GradScaler's names."""
+        return dict(scale=self.scale, _growth_tracker=self.good_steps) if self.enabled else {}
+
+    def load_state_dict(self, state):
+        if self.enabled:
+            self.scale = state["scale"]
+            self.good_steps = state["_growth_tracker"]
 
 
 def allocate_state(optimizer):

@@ -37,6 +37,7 @@ from harness import (
     two_each,
     values,
 )
+from torch.distributed import device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,7 @@ import fsdp
 import model
 import train
 from model import GPT, GPTConfig
+from optimizer import LossScaler
 
 # This file is a model file too: --model=test_fsdp is a GPT with a head of its own, which must stay
 # untied wherever tied parameters are tied again.
@@ -70,6 +72,7 @@ DDP = dict(strategy="ddp")
 ZERO2 = dict(strategy="shard_grad_op")
 ZERO3 = dict(strategy="full_shard")
 HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
+UNITS = dict(model="test_fsdp", wrap_min_params=1000)  # embedding and head are units, too
 STRATEGIES = [*WAYS.values()]
 mode = configurator.STRATEGIES.get  # a strategy's row
 AT_TWO = [keys["strategy"] for world, keys in STRATEGIES if world == 2]
@@ -165,6 +168,13 @@ for i, keys in enumerate(pairwise()):
     run_case(world, f"pair{i}", **keys, **SHORT, shard_group_size=group, bias=False)
 for keys in (DDP, ZERO3):
     run_case(2, f"untied-{keys['strategy']}", **keys, **SHORT, model="test_fsdp")
+run_case(2, "untied-units", **ZERO3, **SHORT, **UNITS)
+REGATHER = dict(reshard_group_size=2)  # after forward each two of four ranks keep the blocks
+for i, keys in enumerate((
+        ZERO3, dict(HYBRID, shard_group_size=4), dict(ZERO3, activation_checkpointing="full"),
+        dict(ZERO3, grad_sync="last", prefetch_blocks=2), dict(ZERO3, cpu_offload=0.5),
+        dict(ZERO3, freeze=FREEZE, **UNITS))):
+    run_case(4, f"regather{i}", **keys, **SHORT, **REGATHER)
 
 
 def in_two_buckets(**kwargs):
@@ -282,6 +292,10 @@ for (world, keys), sync, option in itertools.product(STRATEGIES, ("every", "last
         name = f"coll-{keys['strategy']}-{sync}-{option}"
         kwargs = dict(**keys, grad_sync=sync, **OPTIONS[option])
         TRAFFIC[keys["strategy"], sync, option] = world, name, kwargs
+MORE_TRAFFIC = {
+    "table": (2, "coll-table", dict(ZERO3, **UNITS)),
+    "regather": (4, "coll-regather", dict(ZERO3, **REGATHER)),
+    "regather table": (4, "coll-regather-table", dict(ZERO3, **REGATHER, **UNITS))}
 
 
 @case(*((world, f"drawn-{keys['strategy']}", keys) for world, keys in STRATEGIES[2:]))
@@ -311,7 +325,7 @@ def test_mechanisms_a_rank_draws_its_rows_of_the_one_model(ranks, world, strateg
     assert max(drawn) < 0.6 * total  # its half, and the rest of a chunk
 
 
-@case(*TRAFFIC.values())
+@case(*TRAFFIC.values(), *MORE_TRAFFIC.values())
 def case_collectives(tmp, **overrides):
     """Counts by CommDebugMode, bytes by listening to torch.distributed; DDP's C++ by its hook."""
     run = built(tmp, gradient_accumulation_steps=3 * dist.get_world_size(), **overrides)
@@ -333,7 +347,8 @@ def case_collectives(tmp, **overrides):
     steps(run, first=2)
     counts = {str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()}
     formula = [[*key, n] for key, n in formulas.traffic(run.model, run.cfg, run.world).items()]
-    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets)
+    table = tuple(run.model.transformer.wte.weight.shape)
+    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets, table=table)
 
 
 @pytest.mark.parametrize("strategy, grad_sync, option", [t for t in TRAFFIC if mode(t[0]).sharded])
@@ -365,6 +380,46 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
     for name, n, _, size in r["traffic"]:
         moved[name, n] += size
     assert moved == {(kind, n): size for kind, n, size in r["formula"]}
+
+
+@pytest.mark.parametrize("option", MORE_TRAFFIC)
+def test_mechanisms_collectives_where_backward_gathers_less(ranks, option):
+    """An embedding's table only in forward; in backward the blocks inside groups of two ranks."""
+    world, name, _ = MORE_TRAFFIC[option]
+    r = values(ranks(world), name)[0]
+    moved, times = Counter(), Counter()
+    for kind, n, _, size in r["traffic"]:
+        moved[kind, n] += size
+        times[kind, n, size] += 1
+    assert moved == {(kind, n): size for kind, n, size in r["formula"]}
+    micro = 3
+    if option == "regather":  # the root and three blocks, and the blocks again
+        gathers = {4: 0, 2: 0}
+        for (kind, n, _), count in times.items():
+            gathers[n] += count * (kind == "all_gather")
+        assert gathers == {4: micro * 4, 2: micro * 3}
+        return
+    rows, width = r["table"]
+    size = 4 * math.ceil(rows / world) * world * width
+    # The head is as large as the table, and it is gathered again.
+    expected = {2: 3 * micro} if world == 2 else {4: 2 * micro, 2: micro}
+    assert {n: times["all_gather", n, size] for n in expected} == expected
+
+
+@case((4, "groups", REGATHER))
+def case_groups(tmp, **overrides):
+    """How many groups of ranks are made, with one block and with three."""
+    made = []
+    for n_layer in (1, 3):
+        with patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as new_group:
+            built(tmp, n_layer=n_layer, **ZERO3, **overrides)
+        made.append(new_group.call_count)
+    return made
+
+
+def test_mechanisms_units_share_the_groups_of_backward(ranks):
+    for one_block, three_blocks in values(ranks(4), "groups"):
+        assert 0 < one_block == three_blocks
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -474,38 +529,80 @@ def test_mechanisms_blocks_are_compiled_prefetched_and_offloaded(ranks, strategy
 # precision, evaluation, clipping, units
 
 
-@case(*((2, f"fp16-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
+OVERFLOWS = {f"fp16-{strategy}": dict(strategy=strategy) for strategy in AT_TWO}
+OVERFLOWS["fp16-half"] = dict(ZERO3, cpu_offload=0.5)
+OVERFLOWS["fp16-offloaded"] = dict(ZERO3, cpu_offload=1.0)
+
+
+@case(*((2, name, keys) for name, keys in OVERFLOWS.items()))
 def case_overflow(tmp, **overrides):
     """float16: an overflow on one rank only."""
-    run = built(tmp, dtype="float16", **overrides)
+    run = built(tmp, dtype="float16", loss_scale=1024.0, **overrides)
     rank = run.world.rank
-    scaler = torch.amp.GradScaler(run.world.device.type, init_scale=1024.0)
+    scaler = LossScaler(run.cfg)
     steps(run, scaler=scaler)
     weights = whole(run)
-    scale = [scaler.get_scale()]
+    scale = [scaler.scale]
     if rank == 1:  # one rank's loss becomes so large that its gradients leave float16
-        scaler._scale.fill_(3e38)
+        scaler.scale = 3e38
     steps(run, first=1, scaler=scaler)
     skipped = whole(run)
-    scale.append(scaler.get_scale())
+    scale.append(scaler.scale)
     if rank == 1:
-        scaler._scale.fill_(512.0)
+        scaler.scale = 512.0
     loss, norm = steps(run, first=2, scaler=scaler)
     later = whole(run)
-    scale.append(scaler.get_scale())
+    scale.append(scaler.scale)
     moved = [n for n in weights if rank == 0 and not torch.equal(weights[n], skipped[n])]
     unmoved = [n for n in weights if rank == 0 and torch.equal(skipped[n], later[n])]
     masters = {str(p.dtype) for p in run.model.parameters()}
     return dict(scale=scale, loss=loss, norm=norm, moved=moved, unmoved=unmoved, masters=[*masters])
 
 
-@pytest.mark.parametrize("strategy", AT_TWO)
-def test_precision_float16_overflow_skips_the_step_on_all_ranks(ranks, strategy):
-    zero, one = values(ranks(2), f"fp16-{strategy}")
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_precision_float16_overflow_skips_the_step_on_all_ranks(ranks, name):
+    zero, one = values(ranks(2), name)
     assert zero["scale"] == [1024.0, 512.0, 512.0]
     assert one["scale"][1] < 3e38 and one["scale"][2] == 512.0
     assert (zero["moved"], zero["unmoved"], zero["masters"]) == ([], [], ["torch.float32"])
     assert math.isfinite(zero["loss"]) and math.isfinite(zero["norm"])
+
+
+@case(*((2, f"fp16-spoiled-{i}", dict(block=i)) for i in (0, 1)))
+def case_one_gradient_overflows(tmp, block):
+    """On rank 1, in block 0, which is resident, or in block 1, which is offloaded."""
+    run = built(tmp, dtype="float16", cpu_offload=0.5, **ZERO3)
+    scaler = LossScaler(run.cfg)
+    before = whole(run)
+    clip_grad_norm = fsdp.clip_grad_norm
+
+    def spoil(wrapped, *args):
+        if run.world.rank == 1:
+            local(run.model.blocks[block].mlp.c_fc.weight.grad)[0, 0] = math.inf
+        return clip_grad_norm(wrapped, *args)
+
+    with patch.object(fsdp, "clip_grad_norm", spoil):
+        steps(run, scaler=scaler)
+    after = whole(run)
+    moved = [n for n in before if run.world.rank == 0 and not torch.equal(before[n], after[n])]
+    return dict(moved=moved, skipped=scaler.skipped, scale=scaler.scale)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_precision_float16_one_gradient_is_enough_to_skip(ranks, block):
+    for r in values(ranks(2), f"fp16-spoiled-{block}"):
+        assert r == dict(moved=[], skipped=1, scale=32768.0)
+
+
+for fraction in (0.0, 0.5, 1.0):
+    run_case(2, f"fp16-losses-{fraction}", **ZERO3, dtype="float16", cpu_offload=fraction)
+
+
+def test_precision_float16_is_the_same_offloaded(ranks):
+    rows = [values(ranks(2), f"fp16-losses-{fraction}")[0] for fraction in (0.0, 0.5, 1.0)]
+    seen = [[(row["loss"], row["grad_norm"], row["loss_scale"]) for row in some] for some in rows]
+    assert seen[0] == seen[1] == seen[2]
+    assert {scale for _, _, scale in seen[0]} == {65536.0}
 
 
 @case(*((2, f"eval-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))

@@ -30,7 +30,7 @@ from configurator import DTYPES, STRATEGIES, extra
 from data.loader import data_dir, open_batches, read_meta
 from metrics import Log, describe, require_packages, step_flops
 from model import derive_seed
-from optimizer import allocate_state, learning_rate_at, make_adamw
+from optimizer import LossScaler, allocate_state, learning_rate_at, make_adamw
 from ranks import (
     StopSignal,
     all_reduce_max_,
@@ -166,13 +166,18 @@ def shard_model(model, cfg, world):
     for name in mesh.mesh_dim_names:
         with_gather = name == "shard" and cfg.checkpoint == "full"
         connect(mesh.get_group(name), world.device, with_gather)
+    reshard_after_forward = not STRATEGIES[cfg.strategy].keeps_gathered
+    if cfg.reshard_group_size:
+        reshard_after_forward = fsdp.make_mesh(world.device.type, cfg.reshard_group_size)
+        connect(reshard_after_forward.get_group("shard"), world.device)
     fsdp.shard(
         model,
         fsdp.find_units(model, model.blocks, cfg.wrap_min_params),
         mesh,
         param_dtype=DTYPES[cfg.dtype],
         reduce_dtype=DTYPES[cfg.reduce_dtype],
-        reshard_after_forward=not STRATEGIES[cfg.strategy].keeps_gathered,
+        fp32_names=getattr(model, "fp32_names", "") if fsdp.HAS_FP32_NAMES else "",
+        reshard_after_forward=reshard_after_forward,
         cpu_offload=cfg.cpu_offload,
         prefetch_units=cfg.prefetch_blocks,
     )
@@ -235,8 +240,9 @@ def final_config(cfg, source, resumed, world):
     file or a flag has set others. A resumed run is told of other differences."""
     if source is None:
         return with_vocabulary(cfg)
-    # The defaults for nanoGPT's and Hugging Face's checkpoints, which lack these keys.
-    theirs = {"model": "gpt2", "optimizer": "adamw", **source.header["config"]}
+    # The defaults for older checkpoints, nanoGPT's and Hugging Face's, which lack these keys.
+    theirs = {
+        "model": "gpt2", "optimizer": "adamw", "lr_schedule": "cosine", **source.header["config"]}
     sizes = source.header["model_args"]
     # A run that begins takes its own context if that is shorter: it saves memory.
     cfg = configurator.with_sizes(
@@ -318,14 +324,12 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
         # Fetch the next micro-batch now, while the GPU has a forward to do. After a step that
         # is logged it would be idle: reading the loss waits until its queue is empty.
         batches.prefetch_next(step, micro)
-        scaler.scale(loss).backward()
+        scaler.scaled(loss).backward()
         step_loss += loss.detach()
-    scaler.unscale_(optimizer)
-    norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip)
-    # float16: if a gradient overflowed on any rank, all of them skip the step. DDP's
-    # gradients are the same everywhere; for DTensors the scaler reduces its flag.
-    scaler.step(optimizer)
-    scaler.update()
+    norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scaler.scale)
+    # float16: if a gradient has overflowed on any rank, all of them skip the step.
+    if scaler.accepts(norm):
+        optimizer.step()
     fsdp.zero_grad(wrapped, optimizer)
     return step_loss, norm
 
@@ -384,8 +388,7 @@ def train(cfg):
     flops = step_flops(model, cfg, world)
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
-    # For float16. When it is disabled, its calls pass everything through.
-    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
+    scaler = LossScaler(cfg)  # for float16
     if source and source.header.get("scaler"):
         scaler.load_state_dict(source.header["scaler"])
     for line in describe(cfg, model, batches, source, world):
@@ -400,15 +403,16 @@ def train(cfg):
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     step = first_step
-    overflows = torch.zeros((), device=world.device)  # steps since the last line
     while True:
         saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
                 saver.save(model, optimizer, scaler, step, best_val_loss)
-            print0(world, f"stopped by a signal after step {step}; continue with the same "
-                          "command and --init_from=auto")
+            hint = "continue with the same command and --init_from=auto"
+            if cfg.checkpoint == "none":
+                hint = "nothing was saved, as checkpoint=none says"
+            print0(world, f"stopped by a signal after step {step}; {hint}")
             break
 
         # Due? Evaluate.
@@ -439,16 +443,14 @@ def train(cfg):
         loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         if step == first_step:
             checkpoint.require_saveable(model, optimizer)  # not only when a save is due
-        if scaler.is_enabled():
-            overflows += ~norm.isfinite()  # on the device: reading it would wait
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             lossf = all_reduce_mean_(loss, world).item()  # synchronization point
             saver.require_finite(lossf, "loss", step)
-            scale = scaler.get_scale() if scaler.is_enabled() else None
-            if overflows:
+            scale = scaler.scale if scaler.enabled else None
+            if scaler.skipped:
                 print0(world, f"iter {step}: gradients overflowed in float16, "
-                              f"steps skipped: {overflows:.0f}, loss scale now {scale:g}")
-                overflows.zero_()
+                              f"steps skipped: {scaler.skipped}, loss scale now {scale:g}")
+                scaler.skipped = 0
             lr = optimizer.param_groups[0]["lr"]
             waited = torch.tensor(batches.seconds, device=world.device)
             batches.seconds = 0

@@ -26,7 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import DTYPES, load_config, resolve
 from data.loader import open_batches
-from metrics import flops_per_token, peak_flops, peak_memory
+from metrics import flops_per_token, gpu_memory, peak_flops, peak_memory
+from optimizer import LossScaler
 from ranks import print0, run, setup
 from train import build, meta_model, train_step, with_vocabulary
 
@@ -98,7 +99,7 @@ def training(cfg, world):
     several runs can take turns."""
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(meta_model(cfg), cfg, world)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=cfg.dtype == "float16")
+    scaler = LossScaler(cfg)
     for step in count():
         start = perf_counter()
         loss, _ = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
@@ -134,6 +135,8 @@ def report(names, configs, times, world):
     per device, memory is rank 0's."""
     memory = peak_memory(world.device) >> 20  # MiB
     host = peak_memory(torch.device("cpu")) >> 20
+    valley = gpu_memory(world.device)["valley_memory"]
+    valley = "n/a" if valley is None else f"{valley >> 20:,}"
     peak = peak_flops(world.device)
     rates = {}  # measuring one takes a second
     for dtype in dict.fromkeys(cfg.dtype for cfg in configs):
@@ -143,8 +146,8 @@ def report(names, configs, times, world):
     print0(
         world,
         " " * width,
-        " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate  MiB peak  MiB host"
-        "  ratio to the first",
+        " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate  MiB peak    valley"
+        "  MiB host  ratio to the first",
     )
     for name, cfg, ms in zip(names, configs, times):
         middle = median(ms)
@@ -160,7 +163,7 @@ def report(names, configs, times, world):
         print0(
             world,
             f"{name:{width}} {middle:9.1f} ({min(ms):7.1f} - {max(ms):7.1f}) "
-            f"{tokens_per_s:10,.0f} {mfu:>6} {of_rate:15.1%} {memory:9,} {host:9,} "
+            f"{tokens_per_s:10,.0f} {mfu:>6} {of_rate:15.1%} {memory:9,} {valley:>9} {host:9,} "
             f"{middle / first:9.3f} x its time",
         )
 

@@ -55,7 +55,10 @@ class Experts(nn.Module):
 
     def forward(self, x):
         """x (B, T, C) -> the experts' answer (B, T, C), and how unbalanced they are."""
-        chances = self.router(x).float().softmax(dim=-1)  # (B, T, E); in fp32
+        # In fp32 whatever dtype is: rounding would change which experts are the best.
+        with torch.autocast(x.device.type, enabled=False):
+            scores = F.linear(x.float(), self.router.weight.float())  # (B, T, E)
+        chances = scores.softmax(dim=-1)
         best = chances.topk(self.config.n_active, dim=-1)  # (B, T, n_active)
         weights = torch.zeros_like(chances)  # 0 for the others
         weights = weights.scatter(-1, best.indices, best.values)  # (B, T, E)
@@ -92,6 +95,8 @@ class Block(nn.Module):
 
 
 class MoE(GPT):
+    fp32_names = "router"  # sharded runs do not round these (from torch 2.15 on)
+
     def __init__(self, config):
         super().__init__(config)
         blocks = [Block(config) for _ in range(config.n_layer)]

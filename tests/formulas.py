@@ -9,6 +9,8 @@ them (test_fsdp.py), and so is any estimate of them.
 import math
 from collections import Counter
 
+import torch
+
 import fsdp
 from configurator import STRATEGIES, extra
 
@@ -76,8 +78,11 @@ def traffic(model, cfg, world):
         sent["all_reduce", world.size // g] += trained  # between the groups, once a step
     if STRATEGIES[cfg.strategy].sharded:
         for unit in units:
-            times = times_gathered(model, cfg, unit, A, syncs, is_root=unit is units[-1])
-            sent["all_gather", g] += times * gathered(unit, cfg, g)
+            size = gathered(unit, cfg, g)
+            first, again = times_gathered(model, cfg, unit, A, syncs, is_root=unit is units[-1])
+            sent["all_gather", g] += first * size
+            if again:
+                sent["all_gather", cfg.reshard_group_size or g] += again * size
     matrices = muon_matrices(model, cfg)
     if matrices:
         width = 2 if cfg.dtype in ("bfloat16", "float8") else 4
@@ -91,14 +96,17 @@ def traffic(model, cfg, world):
 
 
 def times_gathered(model, cfg, unit, A, syncs, is_root):
-    """ZeRO-2: once a reduction. ZeRO-3: for each forward, and for each backward that comes by; the
-    root is still there from forward."""
+    """(in forward, in backward). ZeRO-2: once a reduction. ZeRO-3: for each forward, and for each
+    backward that comes by; the root is still there from forward, and an embedding's backward does
+    not read its table."""
     if STRATEGIES[cfg.strategy].keeps_gathered:
-        return syncs
+        return syncs, 0
     first = [p.requires_grad for p in model.parameters()].index(True)
     before = [id(p) for p in model.parameters()][:first]  # backward never comes there
     reached = any(id(p) not in before for p in unit.values())
-    return 2 * A if reached and not is_root else A
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    is_table = all(any(p is table for table in tables) for p in unit.values())
+    return A, A if reached and not is_root and not is_table else 0
 
 
 def gathered(unit, cfg, g):

@@ -86,6 +86,7 @@ from configurator import (  # noqa: E402
 )
 from data.loader import open_batches  # noqa: E402
 from model import GPT, GPTConfig, derive_seed  # noqa: E402
+from optimizer import LossScaler  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # commands
@@ -503,7 +504,7 @@ def built(tmp, **overrides):
 
 def steps(run, first=0, n=1, scaler=None):
     """Its optimizer steps first .. first + n - 1; (loss, norm) of the last."""
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    scaler = scaler or LossScaler(run.cfg)
     for step in range(first, first + n):
         loss, norm = train.train_step(
             run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world)

@@ -345,17 +345,58 @@ def case_misuse():
     return dict(said=str(e.value), norm=norm, is_autocast=is_autocast)
 
 
+def case_fp32_names():
+    """The types in a unit's forward, in its gathers, of its gradient and its rows; and losses."""
+    seen = []
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            types = self.router.weight.dtype, self.out.weight.dtype, x.dtype
+            seen.append([str(t) for t in types])
+            chances = nn.functional.linear(x.float(), self.router.weight, self.router.bias)
+            return self.out(x) * chances.softmax(-1).to(x.dtype)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Unit(), Unit())
+    mesh = fsdp.make_mesh("cpu")
+    try:
+        fsdp.shard(model, model, mesh, param_dtype=torch.bfloat16, fp32_names=r"router\.")
+    except ValueError as e:
+        return str(e)
+    with heard() as traffic:
+        model(torch.randn(5, 6)).float().square().sum().backward()
+    return dict(
+        seen=seen, gathers=[size for kind, *_, size in traffic if kind == "all_gather"],
+        rows=[str(t) for p in model.parameters() for t in (p.dtype, p.grad.dtype)])
+
+
 @pytest.fixture(scope="module")
 def found():
     cases = {name: (case_model, keys) for name, keys in MODELS.items()}
     cases["bf16"] = (case_file_in_bf16, {})
     for is_reached in (True, False):
         cases[f"frozen-{is_reached}"] = (case_frozen, dict(is_reached=is_reached))
+    cases["fp32_names"] = (case_fp32_names, {})
     return on_ranks(2, {**cases, "misuse": (case_misuse, {})})
 
 
 def test_alone_a_file_in_bf16_fills_parameters_in_fp32_on_every_rank(found):
     assert values(found, "bf16") == 2 * [[0, 0, 0]]
+
+
+def test_alone_fp32_names_are_gathered_in_fp32(found):
+    """A unit's router has 6 x 6 + 6 numbers, and so has its other layer."""
+    for r in values(found, "fp32_names"):
+        if not fsdp.HAS_FP32_NAMES:
+            assert r.startswith("fp32_names=") and "needs torch 2.15" in r
+            continue
+        assert r["seen"] == [["torch.float32", "torch.bfloat16", "torch.bfloat16"]] * 2
+        assert r["gathers"] == [42 * 4 + 42 * 2] * 4  # each in forward and in backward
+        assert set(r["rows"]) == {"torch.float32"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -46,12 +46,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import checkpoint
 import train
-from configurator import load_config, resolve
+from configurator import Config, load_config, resolve
 from model import GPT, GPTConfig
+from optimizer import LossScaler
 from ranks import World, from_rank0
 
 FREEZE = r"wte|h\.0\.(ln_1|mlp)"  # parts of units: frozen and trained parameters are mixed
-NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+NO_SCALER = LossScaler(Config(dtype="float32"))
 
 
 def claimed(run, out, source=None, resumed=False):

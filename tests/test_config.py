@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ import train
 from configurator import (
     AFFECTS_RESULTS,
     Config,
+    as_dict,
     best_dtype,
     config_class,
     differences,
     load_config,
+    model_args,
     resolve,
     with_sizes,
 )
@@ -86,7 +89,7 @@ NO_NUMBERS = set("""
     eval_interval eval_iters eval_only log_interval wandb_log wandb_project wandb_run_name
     tensorboard max_iters device dtype frozen_dtype compile backend strategy shard_group_size
     reduce_dtype wrap_min_params cpu_offload activation_checkpointing activation_offload loss_chunks
-    prefetch_blocks grad_sync""".split())
+    prefetch_blocks grad_sync loss_scale reshard_group_size""".split())
 REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias",
            "adapter"}  # if changed
 
@@ -98,6 +101,14 @@ def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
     for key in AFFECTS_RESULTS:
         (line,) = differences({**vars(cfg), key: "other"}, cfg)
         assert line.startswith(f"{key}=") and "(was 'other')" in line
+
+
+def test_config_a_checkpoint_of_before_lr_schedule_had_a_cosine(tmp, capsys):
+    cfg = tiny(tmp, lr_schedule="linear")
+    before = {key: value for key, value in as_dict(cfg).items() if key != "lr_schedule"}
+    source = SimpleNamespace(path="out", header=dict(config=before, model_args=model_args(cfg)))
+    train.final_config(cfg, source, True, World())
+    assert capsys.readouterr().out.endswith("of out: lr_schedule='linear' (was 'cosine')\n")
 
 
 @of_ours

@@ -44,6 +44,7 @@ import train
 from configurator import resolve
 from data.loader import Batches
 from model import attend
+from optimizer import LossScaler
 
 CUDA = torch.device("cuda", 0)
 
@@ -141,7 +142,7 @@ def no_synchronization(device):
 def case_unlogged_steps(tmp, device, **keys):
     run = built(tmp, device=device, **keys)
     steps(run)  # makes the optimizer's state
-    scaler = torch.amp.GradScaler(device, enabled=False)
+    scaler = LossScaler(run.cfg)
     with no_synchronization(device):
         for step in (1, 2):
             loss, norm = train.train_step(
@@ -326,11 +327,11 @@ def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     run_id = directory.claim(None)
     saver = checkpoint.Saver(
         directory.path, run_id, run.cfg, run.world, None, False, lambda *times: None)
-    scaler, Serial = torch.amp.GradScaler("cpu", enabled=False), filesystem._SerialCpuLoader
+    Serial = filesystem._SerialCpuLoader
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(filesystem, "_OverlappingCpuLoader") as on_gpu,
           patch.object(filesystem, "_SerialCpuLoader", wraps=Serial) as serial):
-        saver.save(run.model, run.optimizer, scaler, 1, 1.0)
+        saver.save(run.model, run.optimizer, LossScaler(run.cfg), 1, 1.0)
         saver.finish()
     assert (on_gpu.call_count, serial.call_count) == (0, 1)
     assert "step-000000001" in os.listdir(run.cfg.out_dir)

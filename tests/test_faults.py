@@ -118,6 +118,19 @@ def slow_run(tmp):
 # signals and NaN
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_fault_a_run_without_checkpoints_leaves_none_when_it_is_stopped(tmp, world):
+    p, out = None, os.path.join(tmp, f"none-{world}")
+    p = endless(tmp, world, out, checkpoint="none", gradient_accumulation_steps=2, eval_interval=1)
+    for rank in p.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    p = p.finish()
+    assert p.returncode == 0, p.stderr
+    assert "nothing was saved, as checkpoint=none says" in p.stdout
+    assert "saving" not in p.stdout and "saved step" not in p.stdout
+    assert os.listdir(out) == ["metrics.jsonl"] and losses(out)
+
+
 @pytest.mark.parametrize("world, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_fault_a_signal_saves_beside_the_best_checkpoint_and_leaves(tmp, world, number):
     out = os.path.join(tmp, f"signal-{world}")

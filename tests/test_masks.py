@@ -7,6 +7,7 @@ Masks: which tokens are learned (data/files.py), and the mean over those of a wh
 import functools
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from harness import (
 import fsdp
 import train
 from data import loader
+from optimizer import LossScaler
 from ranks import World
 
 T = TINY["block_size"]
@@ -144,7 +146,8 @@ def case_run(tmp, name, scale=0.0, **keys):
     run = built(tmp, **keys)
     if name == "evaluation":
         return train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
+    scaled = replace(run.cfg, dtype="float16", loss_scale=scale) if scale else run.cfg
+    scaler = LossScaler(scaled)
     said = []
     for step in range(STEPS):
         if step == STEPS - 1:

@@ -35,6 +35,7 @@ load
   --out_dir=; --dataset= | path
   --dropout=1.0; --beta1=1.0 | below 1
   --cpu_offload=1.5 | fraction
+  --loss_scale=0; --loss_scale=-4 | above 0
   --dtype=fp8 | 'float32'
   --device=tpu | cuda
   --n_head=12 --n_embd=100 | multiple of n_head
@@ -50,6 +51,12 @@ resolve TOY
   --compile=True --activation_checkpointing=full --activation_offload=True | --compile=False
   --backend=nccl | --backend=auto
   --dtype=float8 --cpu_offload=0.5 | --dtype=bfloat16
+  --dtype=bfloat16 --loss_scale=4 | --loss_scale=65536, or --dtype=float16
+  --strategy=full_shard --reshard_group_size=3 | divisor of 2
+  --strategy=full_shard --reshard_group_size=1 | divisor of 2, from 2 on
+  --strategy=full_shard --dtype=float8 --reshard_group_size=2 | --reshard_group_size=0
+  --strategy=shard_grad_op --reshard_group_size=2 | full_shard, hybrid_shard
+  --strategy=hybrid_shard --shard_group_size=1 --reshard_group_size=2 | divisor of 1
   --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
   --compile=True --loss_chunks=2 --wrap_min_params=9 | --wrap_min_params=0
   --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0

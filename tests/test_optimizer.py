@@ -27,8 +27,10 @@ from harness import (
 )
 from torch.distributed.tensor import DTensor
 
+import fsdp
 import train
-from optimizer import allocate_state, learning_rate_at, make_adamw
+from configurator import Config
+from optimizer import LossScaler, allocate_state, learning_rate_at, make_adamw
 
 
 def test_optimizer_groups_are_nanogpts(tmp):
@@ -64,6 +66,66 @@ def test_optimizer_schedule_of_the_learning_rate(tmp):
     assert [learning_rate_at(step, steep) for step in (1, 2, 3)] == [2e-3 / 3, 1e-4, 1e-4]
     constant = tiny(tmp, learning_rate=1e-3, decay_lr=False)
     assert [learning_rate_at(step, constant) for step in (0, 11, 1000)] == [1e-3] * 3
+
+
+@pytest.mark.parametrize("lr_schedule, expected", [
+    # of 100 steps, after a warm-up over 2; from 0 to 1 of the way from min_lr
+    ("linear", {2: 1.0, 51: 0.5, 76: 24 / 98, 99: 1 / 98, 100: 0.0, 1000: 0.0}),
+    ("wsd", {2: 1.0, 80: 1.0, 85: 0.75, 90: 0.5, 99: 0.05, 100: 0.0, 1000: 0.0}),
+    ("constant", {2: 1.0, 80: 1.0, 99: 1.0, 100: 1.0, 1000: 1.0}),
+])
+def test_optimizer_other_schedules(tmp, lr_schedule, expected):
+    keys = dict(learning_rate=1e-3, min_lr=1e-4, warmup_iters=2, lr_decay_iters=100)
+    cfg = tiny(tmp, lr_schedule=lr_schedule, **keys)
+    assert learning_rate_at(0, cfg) == 1e-3 / 3 and learning_rate_at(1, cfg) == 2e-3 / 3
+    rates = {step: learning_rate_at(step, cfg) for step in expected}
+    assert rates == pytest.approx({n: 1e-4 + 9e-4 * share for n, share in expected.items()})
+    # decay_lr=False is nanoGPT's, whatever the schedule is: constant from the first step on
+    assert learning_rate_at(0, replace(cfg, decay_lr=False)) == 1e-3
+
+
+def test_optimizer_linear_is_pytorchs_polynomial_decay(tmp):
+    p = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([p], lr=1.0)
+    theirs = torch.optim.lr_scheduler.PolynomialLR(sgd, total_iters=50, power=1.0)
+    cfg = tiny(tmp, learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_decay_iters=50,
+               lr_schedule="linear")
+    for step in range(60):
+        assert learning_rate_at(step, cfg) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        sgd.step()
+        theirs.step()
+
+
+def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):
+    """torch.amp.GradScaler beside it: scale, growth, skipped steps, and the weights."""
+    monkeypatch.setattr(LossScaler, "GROW_AFTER", 3)
+    ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    theirs.load_state_dict(ours.state_dict())
+    cfg = Config(dtype="float16", loss_scale=1024.0)
+    scaler, reference = LossScaler(cfg), torch.amp.GradScaler(
+        "cpu", init_scale=1024.0, growth_interval=3)
+    sgd, their_sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    scales = []
+    for step in range(14):
+        x = torch.randn(4, 5) * (1e38 if step in (2, 3, 9) else 1.0)
+        scaler.scaled(ours(x).square().mean()).backward()
+        norm = fsdp.clip_grad_norm(ours, 0.5, scaler.scale)
+        if scaler.accepts(norm):
+            sgd.step()
+        sgd.zero_grad()
+
+        reference.scale(theirs(x).square().mean()).backward()
+        reference.unscale_(their_sgd)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        reference.step(their_sgd)
+        reference.update()
+        their_sgd.zero_grad()
+        assert scaler.scale == reference.get_scale()
+        assert torch.allclose(ours.weight, theirs.weight, rtol=1e-6, atol=0)
+        scales.append(scaler.scale)
+    assert scaler.skipped == 3 and len(set(scales)) == 3
+    state = reference.state_dict()
+    assert scaler.state_dict() == {key: state[key] for key in ("scale", "_growth_tracker")}
 
 
 def test_optimizer_state_is_there_for_a_checkpoint_to_fill_and_all_else_as_it_was(tmp):

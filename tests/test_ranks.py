@@ -105,16 +105,19 @@ def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):
     assert values(results, "connect") == [[[three, four, four], []], [[three, four, three], []]]
 
 
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
-def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
+@pytest.mark.parametrize("checkpoint, regather", [("full", 0), ("sharded", 0), ("full", 2)])
+def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint, regather):
     """NCCL takes its memory then; later that of the second group would come in backward."""
+    keys = dict(strategy="hybrid_shard")
+    if regather:
+        keys = dict(strategy="full_shard", reshard_group_size=regather)
     connected = []
     world = ranks.World(size=8, local_size=2)
-    cfg = resolve(tiny(tmp, strategy="hybrid_shard", gradient_accumulation_steps=8,
-                       checkpoint=checkpoint), world, distributed=True)
+    cfg = resolve(tiny(tmp, **keys, gradient_accumulation_steps=8, checkpoint=checkpoint), world,
+                  distributed=True)
     model = train.meta_model(cfg)
 
-    def listed(group, device, gathers):
+    def listed(group, device, gathers=False):
         connected.append((group.size(), gathers, all(p.is_meta for p in model.parameters())))
 
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
@@ -124,7 +127,10 @@ def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
     finally:
         dist.destroy_process_group()
     # the groups that replicate, and that shard; gather_full is for a full checkpoint
-    assert connected == [(4, False, True), (2, checkpoint == "full", True)]
+    expected = [(4, False, True), (2, checkpoint == "full", True)]
+    if regather:  # the one that shards, and the one in which backward gathers
+        expected = [(8, True, True), (2, False, True)]
+    assert connected == expected
     calls = []
     with (patch.dict(os.environ, RANK="0", WORLD_SIZE="1"), patch.object(ranks, "open_group"),
           patch.object(ranks, "patient_group"),

@@ -159,7 +159,8 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     assert train_loss != val_loss
     assert evaluated["val_perplexity"] == pytest.approx(math.exp(val_loss))
     assert {"run", "iter", "loss", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
-            "peak_memory", "peak_reserved", "alloc_retries", "time_ms", "data_ms",
+            "peak_memory", "valley_memory", "peak_reserved", "free_memory", "alloc_retries",
+            "time_ms", "data_ms",
             "save_s", "save_stood_s", "wall_s"} == first.keys()
     assert first["lr"] == TINY["learning_rate"]
     assert 0 < first["data_ms"] < first["time_ms"] and first["peak_reserved"] is None
@@ -225,15 +226,19 @@ def test_tools_data_ms_is_that_of_the_slowest_rank(tmp):
 
 
 def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatch, capsys):
-    stats = {"reserved_bytes.all.peak": 3 * 2**30, "num_alloc_retries": 5}
+    stats = {"reserved_bytes.all.peak": 3 * 2**30, "num_alloc_retries": 5,
+             "allocated_bytes.all.current": 2**29}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(metrics, "peak_memory", lambda device: 2**30)
     log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
     log.world = World(device=torch.device("cuda"))
     log.step(0, 4.0, 1.0, 1e-3, None, 0)
-    assert "mem 1.00GiB (3.00GiB reserved, 5 retries), " in capsys.readouterr().out
+    said = "mem 1.00GiB (0.50GiB at rest, 3.00GiB reserved, 8.00GiB free, 5 retries), "
+    assert said in capsys.readouterr().out
     (row,) = read_metrics(tmp_path)
     assert row["peak_reserved"] == 3 * 2**30 and row["alloc_retries"] == 5
+    assert row["valley_memory"] == 2**29 and row["free_memory"] == 2**33
 
 
 @pytest.mark.parametrize("name, peak", [

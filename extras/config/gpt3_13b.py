@@ -8,9 +8,11 @@
 # Or on one V100 of 32 GB with 256 GB of host memory, which plans 17.6 GiB, 228 of the host and 299
 # tokens/s (fairseq's page on sharded training has 279 to 319):
 #   python -m extras.plan extras/config/gpt3_13b.py --gpu=V100 --host_memory=256 \
-#       --cpu_offload=1.0 --batch_size=8 --gradient_accumulation_steps=1 --checkpoint=full
+#       --cpu_offload=1.0 --batch_size=8 --gradient_accumulation_steps=1 --checkpoint=none
 #   torchrun --standalone --nproc_per_node=1 train.py extras/config/gpt3_13b.py --dtype=float16 \
-#       --cpu_offload=1.0 --batch_size=8 --gradient_accumulation_steps=1 --checkpoint=full
+#       --loss_scale=4 --cpu_offload=1.0 --batch_size=8 --gradient_accumulation_steps=1 \
+#       --checkpoint=none
+# (CUDA 13 has no V100s any more: that takes a PyTorch wheel for CUDA 12.)
 # 12 * 40 * 5120^2 = 12.58 billion in the blocks + (50,304 + 2,048) * 5120 = 0.27 billion: 12.85.
 # 16 bytes each (fp32 master, gradient, two moments) are 206 GB, 25.7 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 32.1 GiB.

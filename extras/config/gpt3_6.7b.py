@@ -5,10 +5,10 @@
 # tokens/s:
 #   python -m extras.plan extras/config/gpt3_6.7b.py --gpu=V100 --host_memory=128 \
 #       --cpu_offload=1.0 --activation_checkpointing=full --batch_size=8 \
-#       --gradient_accumulation_steps=1 --checkpoint=full
+#       --gradient_accumulation_steps=1 --checkpoint=none
 #   torchrun --standalone --nproc_per_node=1 train.py extras/config/gpt3_6.7b.py --dtype=float16 \
-#       --cpu_offload=1.0 --activation_checkpointing=full --batch_size=8 \
-#       --gradient_accumulation_steps=1 --checkpoint=full
+#       --loss_scale=4 --cpu_offload=1.0 --activation_checkpointing=full \
+#       --batch_size=8 --gradient_accumulation_steps=1 --checkpoint=none
 # 12 * 32 * 4096^2 = 6.44 billion in the blocks + (50,304 + 2,048) * 4096 = 0.21 billion: 6.66.
 # 16 bytes each (fp32 master, gradient, two moments) are 107 GB, 13.3 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 36.8 GiB.

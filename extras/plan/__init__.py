@@ -133,8 +133,11 @@ def place(cfg, size, machine):
         gradient_accumulation_steps=micro_batches * size,
         compile=False,  # fake tensors run eagerly
     )
-    if not STRATEGIES[cfg.strategy].in_groups:
+    row = STRATEGIES[cfg.strategy]
+    if not row.in_groups:
         keys["shard_group_size"] = 0  # another row may need it
+    if not row.sharded or row.keeps_gathered:
+        keys["reshard_group_size"] = 0  # the same
     if cfg.dtype == "auto" and device.type == "cuda":
         # Resolved here, since this machine may have no GPU.
         keys["dtype"] = machine.cluster.gpu.half if machine.cluster else "bfloat16"
@@ -286,6 +289,10 @@ def main(argv):
     size = machine.world_size[0]
     cfg = with_vocabulary(load_config(rest, vars(machine)))
     todo = variants(cfg, size, machine)
+    if machine.world_size[1:] and cfg.reshard_group_size >= size:
+        raise SystemExit(
+            f"--world_size={size}: with reshard_group_size={cfg.reshard_group_size} begin the list "
+            "with more GPUs than that")
 
     # The title: model, GPUs and batch.
     model = meta_model(cfg)
@@ -363,9 +370,9 @@ def print_more_gpus(rows, cfg, machine):
                 placed, _ = place(replace(cfg, strategy=row["strategy"]), size, machine)
             except SystemExit:
                 continue  # the groups of hybrid_shard do not divide them
-            group = placed.shard_group_size
-            has_fewer_rows = STRATEGIES[placed.strategy].sharded and not group
-            program = timing.grown(row["program"], size / first, group, has_fewer_rows)
+            fixed = placed.shard_group_size, placed.reshard_group_size
+            has_fewer_rows = STRATEGIES[placed.strategy].sharded and not placed.shard_group_size
+            program = timing.grown(row["program"], size / first, fixed, has_fewer_rows)
             more = times(program, placed, size, machine)
             rates[size] = size * more["tok/s"]
             batches = placed.gradient_accumulation_steps

@@ -180,7 +180,7 @@ def predicted(row, products=None):
     for depth in (2, 4):
         program, cfg = rehearsed(depth, min(micro_batches, 2), size, *same)
         sharded = STRATEGIES[cfg.strategy].sharded and not cfg.shard_group_size
-        program = timing.grown(program, ranks / size, cfg.shard_group_size, rows=sharded)
+        program = timing.grown(program, ranks / size, [cfg.shard_group_size], rows=sharded)
         step = timing.run(program, cluster, micro_batches)
         seconds.append(step.seconds)
         waited.append(step.exposed * step.seconds)

@@ -34,7 +34,7 @@ from extras.plan.program import (
     recording_streams,
     touched,
 )
-from optimizer import allocate_state
+from optimizer import LossScaler, allocate_state
 
 try:
     from torch._subclasses import FakeTensorMode
@@ -117,7 +117,7 @@ def step(wrapped, model, cfg, world, ledger):
         get=lambda step, micro: (x, x, 1.0),
         prefetch_next=lambda step, micro: None,
     )
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = LossScaler(replace(cfg, dtype="float32"))  # the norm has no value to look at
     train.train_step(wrapped, optimizer, scaler, batches, 0, cfg, world)
     return ledger.timeline()  # now: afterwards the optimizer's memory is freed
 

@@ -364,13 +364,14 @@ class Step:
 # ---------- the same on other machines ----------------------------------------
 
 
-def grown(program, times, group=0, rows=True):
-    """The program on `times` as many ranks. group: hybrid_shard's ranks per copy, whose number
-    stays. rows: True if a rank then has fewer of them."""
+def grown(program, times, fixed=(), rows=True):
+    """The program on `times` as many ranks. fixed: sizes of groups of neighbours that stay, such as
+    hybrid_shard's ranks per copy. rows: True if a rank then has fewer of them."""
     bigger = []
     for op in program:
         if isinstance(op, Operation):
-            if op.event and (op.event.ranks, op.event.stride) != (group, 1):
+            stays = op.event and op.event.stride == 1 and op.event.ranks in fixed
+            if op.event and not stays:
                 ranks = round(op.event.ranks * times)
                 op = replace(op, event=replace(op.event, ranks=ranks))
             elif rows and (op.stream is not COMPUTE or op.where in UPDATE):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from harness import HERE, refused
-from test_plan import HYBRID, TINY, command, placed
+from test_plan import HYBRID, REGATHER, TINY, command, placed
 from torch.utils._pytree import tree_leaves
 
 from extras import plan
@@ -265,15 +265,17 @@ def test_timing_collectives_begin_in_the_order_that_was_rehearsed(argv, size):
 
 @pytest.mark.parametrize("argv, sizes", [
     (FULL, (4, 16)), (["--strategy=ddp"], (2, 32)), (HYBRID, (8, 32)), (ZERO2, (8, 64)),
-    (HYBRID, (16, 64))])  # four copies of four shards: only the groups of copies grow
+    (HYBRID, (16, 64)),  # four copies of four shards: only the groups of copies grow
+    (REGATHER, (8, 32))])  # the groups of backward do not
 def test_timing_grown_is_as_rehearsed_there(argv, sizes):
     steps = []
     for size in sizes:
         cfg, world = placed(size, "--n_layer=2", *argv, "--dtype=bfloat16")
         *_, program = rehearse(cfg, world)
         if size == sizes[0]:
-            group = cfg.shard_group_size
-            program = timing.grown(program, sizes[1] / size, group, rows=argv in (FULL, ZERO2))
+            fixed = cfg.shard_group_size, cfg.reshard_group_size
+            rows = argv in (FULL, ZERO2, REGATHER)
+            program = timing.grown(program, sizes[1] / size, fixed, rows)
         steps.append(timing.run(program, CLUSTER, 1))
     grown, rehearsed = steps
     assert grown.seconds == pytest.approx(rehearsed.seconds, rel=0.01)

@@ -77,8 +77,6 @@ DDP = dict(
 
 def allowed(mode):
     """The command refuses these."""
-    if mode.get("cpu_offload") and mode["precision"].get("dtype") == "float16":
-        return False
     if mode.get("units") and "wrap_min_params" in mode["units"]:
         return not mode["activations"] and not mode["loss_chunks"]
     return True
@@ -122,7 +120,9 @@ def title(keys):
 
 
 MASKED = dict(masks=True)  # the loader's masks: a micro-batch's weight, and -1 among its targets
+REGATHER = dict(strategy="full_shard", shard_group_size=0, reshard_group_size=2)  # one copy
 FOUR = [  # two copies of two shards each
+    REGATHER, dict(REGATHER, dtype="bfloat16", cpu_offload=0.5, freeze=r"wte|h\.0\."),
     dict(MASKED, dtype="bfloat16", grad_sync="last"),
     dict(), dict(dtype="bfloat16", optimizer="muon"), dict(cpu_offload=0.5, checkpoint="sharded"),
     dict(grad_sync="last", reduce_dtype="bfloat16"), dict(LLAMA, cpu_offload=1.0, resumes=True)]
@@ -145,7 +145,7 @@ for world, factors in ((1, SINGLE), (2, DDP), (2, SHARDED)):
 for keys in (dict(strategy="ddp"), dict(strategy="full_shard", loss_chunks=3)):
     MODES[2, title({**keys, **MASKED})] = {**keys, **MASKED}
 for keys in FOUR:
-    keys = dict(strategy="hybrid_shard", shard_group_size=2, **keys)
+    keys = dict(strategy="hybrid_shard", shard_group_size=2) | keys
     MODES[4, title(keys)] = keys
 for world, keys in MORE:
     MODES[world, title(keys)] = dict(strategy="single") | keys
@@ -275,9 +275,9 @@ def test_simgpu_trains_as_a_cpu_does(on_gpus, on_cpu, world, name):
             waits = [w for w in waits if not any(place in w for place in FOR_OFFLOADED)]
         if keys["strategy"] == "ddp":  # orders its buckets anew after its first step
             waits = [w for w in waits if "torch/nn/parallel/distributed.py" not in w]
-        if keys.get("dtype") == "float16" and "optimizer" in keys:
-            # Whether gradients overflowed, only a fused optimizer asks on the device.
-            waits = [w for w in waits if "torch/amp/grad_scaler.py" not in w]
+        if keys.get("dtype") == "float16":
+            # Whether a gradient overflowed is read once per step.
+            waits = [w for w in waits if "optimizer.py" not in w]
         assert waits == []
 
     expected, seen = on_cpu(keys), ranks[0]

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 import checkpoint
 from data.loader import Batches
+from optimizer import LossScaler
 
 simgpu = sys.modules.get("simgpu")  # in ranks that harness has forked from the simulating server
 pytestmark = pytest.mark.skipif(
@@ -186,7 +187,7 @@ def a_save_does_not_wait_for_the_rows_that_it_writes(tmp, right):
     with (patch.object(torch.Tensor, "to", to if right else without_waiting),
           patch.object(saver, "save_sharded", lambda _, __, rows: written.update(rows) or 0.0),
           patch.object(checkpoint, "require_finite_state")):
-        saver.save(run.model, run.optimizer, torch.amp.GradScaler("cuda", enabled=False), 1, 1.0)
+        saver.save(run.model, run.optimizer, LossScaler(run.cfg), 1, 1.0)
         saver.finish()
     return float(next(iter(written.values())).to_local().sum())
 
