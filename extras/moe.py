@@ -56,7 +56,8 @@ class Experts(nn.Module):
     def forward(self, x):
         """x (B, T, C) -> the experts' answer (B, T, C), and how unbalanced they are."""
         # In fp32 whatever dtype is: rounding would change which experts are the best.
-        with torch.autocast(x.device.type, enabled=False):
+        device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta device
+        with torch.autocast(device, enabled=False):
             scores = F.linear(x.float(), self.router.weight.float())  # (B, T, E)
         chances = scores.softmax(dim=-1)
         best = chances.topk(self.config.n_active, dim=-1)  # (B, T, n_active)

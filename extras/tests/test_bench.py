@@ -62,7 +62,8 @@ def test_bench_figures_and_traces(tmp, tmp_path):
             assert ops & {"aten::mm", "aten::addmm"}
             collective = "reduce_scatter" if "full_shard" in name else "allreduce"
             assert any(collective in op for op in ops)
-    assert "c10d::_reduce_scatter_base_" in p.stdout and "c10d::allreduce_" in p.stdout
+        # The slowest operations, by which a loaded machine may mean other ones.
+        assert "c10d::" in p.stdout.partition(f"\n{name}: 3 steps")[2].partition("Self CPU time")[0]
 
 
 def test_bench_measures_the_machine(monkeypatch):
