@@ -14,7 +14,6 @@ import shutil
 import pytest
 from commands import (
     EXTRAS,
-    NANOGPT,
     NETWORK,
     ONE,
     SAMPLE,
@@ -43,6 +42,7 @@ def bench(**keys):
 
 TUNE = dict(max_iters=2, eval_interval=2, eval_iters=9, block_size=32, batch_size=2, device="cpu",
             gradient_accumulation_steps=2, compile=False, dtype="float32", log_interval=1)
+REPORT = Not("it needs a GPU; test_gpu_report.py runs it on simulated ones")
 TUNES = Run(flags(**TUNE), ranks=2, like={**ONE, **TUNE})
 
 # {page: [(how a command begins, what to do with it)]}, in the page's order
@@ -77,22 +77,11 @@ ROWS = {
         ("lm_eval --model hf", Run() if shutil.which("lm_eval") else Not("there is no lm_eval")),
     ],
     "extras/docs/gpu.md": [
-        ("python -m pytest -q -rs -k cuda", Not("it needs a GPU; simulated, the suite runs them")),
-        ("mkdir random", Run()),
-        ("python -c", Run()),
-        ("python -m extras.bench config/train_gpt2.py", bench(dataset="random")),
-        ("git clone", NANOGPT),
-        ("(cd nanoGPT", NANOGPT),
-        ("python bench.py", NANOGPT),
-        ("torchrun --standalone --nproc_per_node=1 -m extras.bench", bench(dataset="random")),
-        ("python -m extras.bench config/train_gpt2_xl.py --strategy=single",
-         bench(dataset="random")),
-        ("python -m extras.plan config/train_gpt2_xl.py", Run(["--n_layer=2"])),
+        ("python -m extras.gpu_report", REPORT),
+        ("python -m extras.gpu_report --minutes=60", REPORT),
         ("python -m extras.plan extras/config/gpt3_13b.py", Run(["--n_layer=2"])),
         ("torchrun --standalone --nproc_per_node=1 -m extras.bench extras/config/gpt3_13b.py",
-         bench(dataset="random")),
-        ("python -m extras.bench config/train_gpt2_xl.py --strategy=single",
-         Not("float8 needs torchao: test_float8.py")),
+         bench(dataset="python_stdlib")),
     ],
     "extras/docs/measurements.md": [
         ("torchrun --standalone --nproc_per_node=2 -m extras.bench config/quickstart.py",

@@ -29,7 +29,7 @@ from test_readme import (
 
 from configurator import adapter_file, load_config
 
-EXTRAS = modules("extras/*.py", "extras/plan/*.py")
+EXTRAS = modules("extras/*.py", "extras/plan/*.py", "extras/gpu_report/*.py")
 
 # -----------------------------------------------------------------------------
 # pages, configs, keys, commands
@@ -99,7 +99,7 @@ def test_house_the_core_imports_nothing_of_extras():
 @of_ours
 def test_house_with_extras_has_few_floors_and_no_circle():
     found = house({**CORE, **EXTRAS})
-    assert floors(found) <= 6
+    assert floors(found) <= 7  # gpu_report stands on the plan, which stands on train.py
     assert max(map(len, found.values())) <= 8  # however many files it has
 
 

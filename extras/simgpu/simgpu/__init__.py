@@ -47,6 +47,8 @@ device = ctypes.CDLL(library())
 for _name in ("allocated", "peak", "pinned", "pinned_peak", "late"):
     getattr(device, f"simgpu_{_name}").restype = ctypes.c_int64
 device.simgpu_seconds.restype = ctypes.c_double
+device.simgpu_elapsed.restype = ctypes.c_double
+device.simgpu_elapsed.argtypes = ctypes.c_void_p, ctypes.c_void_p
 
 import torch  # noqa: E402
 

@@ -1335,6 +1335,9 @@ int64_t simgpu_pinned_peak() { Locked l(lock); return pinned_peak; }
 void simgpu_reset_pinned_peak() { Locked l(lock); pinned_peak = pinned_now; }
 int64_t simgpu_late() { Locked l(lock); return late.size(); }
 int simgpu_used(int device) { Locked l(lock); return devices_used.count(device); }
+double simgpu_elapsed(void* from, void* to) {
+  return ((TimeLine*)to)->seconds - ((TimeLine*)from)->seconds;
+}
 double simgpu_seconds(int device, int64_t stream) {
   Locked l(lock);
   return stream < 0 ? host.seconds : streams[stream_of(device, stream)].seconds;

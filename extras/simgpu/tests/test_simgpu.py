@@ -25,7 +25,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from harness import built, on_ranks, read_metrics, run_training, steps, tiny, values
 
 import checkpoint
@@ -404,42 +403,13 @@ def slow_cluster():
     return timing.Cluster(gpu, gpus_per_node=8, network=gpu.network, attention="flash2")
 
 
-COLLECTIVES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
-               "allreduce_": "all_reduce"}
-
-
-def price(name, reads, writes):
-    """Seconds of an operation of the simulated GPU, as the plan prices it."""
-    from extras.plan import program, timing
-
-    if name == "_fused_adamw_":  # it writes gradients only if a scaler has to divide them
-        writes = writes[:len(writes) // 4 * 3]
-    tensors = reads + writes
-    size = max(t.nbytes for t in tensors)
-    moved = [(i, t.nbytes) for i, t in enumerate(tensors)]
-    op = program.Operation("aten." + name, "", 1, 0, moved, [])
-    op.width = tensors[0].itemsize
-    if name in COLLECTIVES:
-        op.event = program.Event(COLLECTIVES[name], "", "", 0, 1, size, dist.get_world_size())
-        op.size = size
-    elif name in ("mm", "bmm", "addmm"):
-        a, b = tensors[-3:-1]
-        op.flops = 2.0 * a.numel() * b.size(-1)
-    elif "scaled_dot_product" in name:
-        B, nh, T, hs = tensors[0].shape
-        op.flops = 2.0 * B * nh * T * T * hs * (2.5 if "backward" in name else 1)
-        op.head, op.length = hs, T
-    return timing.price(op, slow_cluster())
-
-
 def case_clock(tmp, way, device):
     """Seconds of a step by the streams' clocks."""
-    library = torch.library.Library("simgpu", "IMPL")
-    for key in ("CPU", "CUDA"):
-        library.impl("price", price, key)
+    from extras.plan.simulated import give_prices
+
     run = built(tmp, **clocked(way))
     steps(run)
-    simgpu.device.simgpu_price(1)
+    give_prices(slow_cluster())
     torch.cuda.synchronize()
     begin = simgpu.device.simgpu_seconds(torch.cuda.current_device(), 0)
     steps(run, first=1)
