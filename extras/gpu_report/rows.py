@@ -25,7 +25,7 @@ class Row:
     name: str
     proves: str
     gpus: int  # that it takes
-    seconds: int  # that it may take at full size; after twice as many it is stopped
+    seconds: int  # that it may take at full size; its limit is a minute more than twice as many
     keys: tuple = ()  # of train.py, for a step
     trace: bool = False
     env: tuple = ()  # of (name, value)
