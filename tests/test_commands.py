@@ -12,6 +12,8 @@ README about what a fork may delete has its own table, beside the tests of that.
 """
 
 import os
+import platform
+import re
 import shlex
 
 import pytest
@@ -28,16 +30,19 @@ from commands import (
     make_clone,
     pages,
     prints,
+    read,
     run_elsewhere,
     run_page,
     trains,
     typed,
 )
-from harness import flags, of_ours
+from harness import flags, losses, of_ours
 
 pytestmark = of_ours
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
+
+LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave
 
 # {page: [(how a command begins, what to do with it)]}, in the page's order
 ROWS = {
@@ -45,24 +50,26 @@ ROWS = {
         ("python3 -m venv .venv", INSTALL),
         (". .venv/bin/activate", INSTALL),
         ("pip install -r requirements.txt", INSTALL),
-        ("torchrun --standalone --nproc_per_node=2 minimal.py", Run(exact="2.15")),
         ("python data/python_stdlib/prepare.py", Run()),
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py",
          trains(2, shows="step")),
         ("python sample.py --out_dir=out-quickstart", SAMPLE),
-        ("python train.py config/quickstart.py --dtype=float32", trains()),
+        ("torchrun --standalone --nproc_per_node=2 minimal.py", Run(exact="2.15")),
+        ("python train.py config/quickstart.py --dtype=float32", LOSSES),
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --strategy=ddp",
-         trains()),
+         LOSSES),
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py "
-         "--strategy=full_shard", trains()),
-        ("python train.py config/quickstart.py --init_from=resume", trains(4)),
-        ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --init_from=auto",
-         trains(6)),
-        ("python checkpoint.py full out-quickstart", Run()),
+         "--strategy=shard_grad_op", LOSSES),
+        ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py "
+         "--strategy=full_shard", LOSSES),
         ("python data/openwebtext/prepare.py --limit=10000", NETWORK),
         ("python data/shakespeare_char/prepare.py", NETWORK),
         ("python data/prepare.py my_data notes/*.txt", Run()),
         ("python train.py config/quickstart.py --dataset=my_data", trains()),
+        ("python train.py config/quickstart.py --init_from=resume", trains(4)),
+        ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --init_from=auto",
+         trains(6)),
+        ("python checkpoint.py full out-quickstart", Run()),
         ("python3 -m venv .venv", INSTALL),
         (". .venv/bin/activate", INSTALL),
         ("pip install -r requirements.txt pytest-xdist", INSTALL),
@@ -97,6 +104,9 @@ ROWS = {
         ("torchrun --standalone --nproc_per_node=2", trains(tolerance=1e-3)),
     ],
     "docs/measurements.md": [
+        ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
+        ("torchrun --standalone --nproc_per_node=2 train.py config/train_shakespeare_char.py",
+         trains(dataset="python_stdlib")),
         ("python train.py $NANO", NANOGPT),
         ("python train.py config/quickstart.py", trains()),
         ("python trainer.py", SCRIPT),
@@ -135,6 +145,18 @@ def clone(tmp_path_factory):
 @pytest.mark.parametrize("page", ROWS)
 def test_commands_run_as_they_stand_on_the_page(clone, page):
     run_page(clone, page, ROWS[page])
+
+
+def test_commands_table_of_losses(clone):
+    """README's four runs have its five losses, all four alike. With another Python the data differ."""
+    table = re.findall(r"^\| (\d+) \| ([\d.]+) \| (.*) \|$", read("README.md"), re.M)
+    assert [int(step) for step, *_ in table] == [0, 10, 20, 30, 40]
+    assert all(set(others.split(" | ")) == {first} for _, first, others in table)
+    runs = [losses(clone / f"out-{name}") for name in ("single", "ddp", "zero2", "zero3")]
+    for run in runs:
+        assert run == pytest.approx(runs[0], abs=1e-5)
+    if f"Python {platform.python_version()}'s own" in read("README.md"):
+        assert runs[0] == pytest.approx([float(first) for _, first, _ in table], abs=2e-4)
 
 
 def test_commands_that_print_something_else_are_seen():

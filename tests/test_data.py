@@ -129,7 +129,7 @@ def test_evaluation_visits_each_fixed_window_once_on_any_number_of_ranks(tmp, si
 
 
 class Counting(TokenFiles):
-    """What README's "Fork it" asks of data that is no files: here the numbers from w on."""
+    """What docs/fork.md asks of data that is no files: here the numbers from w on."""
 
     def __init__(self, directory, split, block_size, vocab_size):
         self.block_size = block_size

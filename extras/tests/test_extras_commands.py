@@ -51,7 +51,6 @@ ROWS = {
         ("python -m extras.plan extras/config/llama2_7b.py --world_size=8", Run(exact="2")),
         ("python -m extras.plan extras/config/llama2_7b.py --strategy=full_shard",
          Run(["--n_layer=2"])),
-        ("python -m extras.plan config/quickstart.py --world_size=2", Run(["--n_layer=2"])),
         ("python data/prepare.py my_chats chats.jsonl --chat", Run()),
         ("python train.py extras/config/finetune_smollm2.py --dataset=my_chats", TUNES),
         ("python -m extras.huggingface out-smollm2 DIR", Run()),

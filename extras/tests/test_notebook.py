@@ -1,0 +1,157 @@
+"""
+learn.ipynb runs from top to bottom, as a reader runs it: in a clone whose path has a space, each
+program in a file of its own under torchrun. What it claims is asserted in its cells. And what it
+shows here was printed by such a run.
+
+    python -m pytest -q extras/tests/test_notebook.py
+    jupyter nbconvert --to notebook --execute --inplace learn.ipynb    # its outputs anew
+
+(That needs nbconvert. In the notebook itself it is "Run All".)
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from commands import read
+from harness import HERE, SIMGPU, cannot_simulate, copied, of_ours, python
+
+pytestmark = of_ours
+CELLS = json.loads(read("learn.ipynb"))["cells"]
+CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
+def printed(cell):
+    """What it has printed, and the texts of its pictures."""
+    found = []
+    for output in cell["outputs"]:
+        found += output.get("text", []) + output.get("data", {}).get("text/plain", [])
+    return "".join(found)
+
+
+def execute(cells, directory):
+    """The cells in one new kernel. CellExecutionError if one of them raises."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    notebook = nbformat.from_dict(
+        {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    kinder = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    before = {key: os.environ.pop(key) for key in kinder if key in os.environ}
+    try:
+        client = nbclient.NotebookClient(
+            notebook, timeout=600, kernel_name="python3",
+            resources={"metadata": {"path": str(directory)}})
+        client.execute()
+    finally:
+        os.environ.update(before)
+    return notebook.cells
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """(the notebook's directory after a whole run, its code cells)."""
+    clone = copied(tmp_path_factory.mktemp("a reader") / "a clone")
+    cells = execute(json.loads(json.dumps(CELLS)), clone)
+    return clone, [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_notebook_runs_and_prints_what_it_shows(executed):
+    """All but times, tokens and PyTorch's version."""
+    _, cells = executed
+
+    def words(cell):
+        text = re.sub(r"[\d.,]+ ?ms|[\d.]+s\b", "T", printed(cell))
+        return re.sub(r"[\d.,]*\d(e-\d+)?", "N", text).split()
+
+    assert len(cells) == len(CODE)
+    if torch.cuda.is_available():
+        return  # what is shown is a CPU's
+    for ran, shown in zip(cells, CODE):
+        if "--quiet" in source(shown) or "first ten" in source(shown):
+            continue  # what pip says depends on what is there; and these are times
+        now = dict(ran, outputs=[dict(o, text=[o.get("text", "")]) for o in ran["outputs"]
+                                 if o["output_type"] == "stream"])
+        then = dict(shown, outputs=[o for o in shown["outputs"] if o["output_type"] == "stream"])
+        assert words(now) == words(then), source(shown)
+
+
+def test_notebook_claims_are_assertions():
+    """Equal losses, counts of events, bytes: each has its assert, which a run must pass."""
+    asserted = "\n".join(re.findall(r"^ *assert .*", "\n".join(map(source, CODE)), re.M))
+    for claim in ("difference", '("all-gather")', '("reduce-scatter")', "_allgather_base_",
+                  "MiB", "1e-5", "lora_", "whole"):
+        assert claim in asserted, claim
+
+
+def test_notebook_is_from_one_run_and_has_no_paths():
+    assert [cell["execution_count"] for cell in CODE] == [*range(1, len(CODE) + 1)]
+    for cell in CODE:
+        assert cell["outputs"] or "assert" in source(cell) or "import" in source(cell)
+        assert not re.search(r"/(home|root|work|tmp|usr|Users|content)\b", printed(cell)), cell
+    pictures = [o for cell in CODE for o in cell["outputs"] if "image/png" in o.get("data", {})]
+    assert len(pictures) >= 6
+
+
+def test_notebook_has_few_words():
+    words = [word for cell in CELLS if cell["cell_type"] == "markdown"
+             for word in source(cell).split()]
+    assert len(words) <= 1000
+
+
+def test_notebook_starts_programs_by_torchrun_from_files():
+    """Each program of several ranks is a file, so it runs elsewhere as it is."""
+    code = "\n".join(map(source, CODE))
+    written = set(re.findall(r"^%%writefile (\S+)", code, re.M))
+    started = re.findall(r"^!.*?(out-learn/\w+\.py)", code, re.M)
+    assert set(started) <= written and len(set(started)) >= 8
+    assert "mp.spawn" not in code and "multiprocessing" not in code
+
+
+def test_notebook_links_point_to_what_exists():
+    text = "\n".join(source(cell) for cell in CELLS if cell["cell_type"] == "markdown")
+    links = re.findall(r"\]\((\S+?)\)", text)
+    assert len(links) >= 4
+    for link in links:
+        assert os.path.exists(os.path.join(HERE, link)), link
+
+
+def test_notebook_outside_a_clone_makes_one(tmp_path, monkeypatch):
+    """As on Colab: its first cell clones the repository, from the address that is set."""
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    for name in ("fsdp.py", "requirements.txt"):
+        shutil.copy(os.path.join(HERE, name), origin)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for args in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *args], cwd=origin, check=True)
+    monkeypatch.setenv("NANOFSDP2", str(origin))
+    here = tmp_path / "here"
+    here.mkdir()
+    execute([dict(CODE[0], outputs=[])], here)
+    assert (here / "nanoFSDP2/fsdp.py").exists() and (here / "nanoFSDP2/out-learn").is_dir()
+    assert not (here / "out-learn").exists()
+
+
+@pytest.mark.skipif(cannot_simulate(), reason="no simulated GPU")
+@pytest.mark.parametrize("name", ["ddp", "zero3", "sharded", "watch", "skips"])
+def test_notebook_programs_run_on_two_gpus(executed, name):
+    """The same losses as on the CPU."""
+    clone, _ = executed
+    file = clone / "out-learn" / f"{name}.json"
+    on_cpu = json.loads(file.read_text())["losses"]
+    file.unlink()
+    p = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "simgpu",
+               f"out-learn/{name}.py", cwd=clone,
+               env=dict(SIM_GPUS="2", PYTHONPATH=f"{SIMGPU}:{clone}"))
+    assert p.returncode == 0, p.stderr
+    assert json.loads(file.read_text())["losses"] == pytest.approx(on_cpu, abs=1e-5)
