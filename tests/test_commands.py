@@ -143,7 +143,7 @@ def test_commands_run_as_they_stand_on_the_page(clone, page):
 
 
 def test_commands_table_of_losses(clone):
-    """README's four runs have its five losses, all four alike. With another Python the data differ."""
+    """README's four runs have its five losses, all four alike. Another Python has other data."""
     table = re.findall(r"^\| (\d+) \| ([\d.]+) \| (.*) \|$", read("README.md"), re.M)
     assert [int(step) for step, *_ in table] == [0, 10, 20, 30, 40]
     assert all(set(others.split(" | ")) == {first} for _, first, others in table)
