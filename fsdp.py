@@ -13,19 +13,23 @@ with. It imports only torch (2.13 or later), so you can copy it into your own pr
         write_full(p, my_initial_value(name, p.shape))
     # Before any forward: after one, parameters of the root are gathered copies.
     optimizer = torch.optim.AdamW(model.parameters())  # of this rank's rows
-    for batches in steps:  # each rank has its own
+    for batches in steps:  # each rank has its own: see PyTorch's DistributedSampler
         for i, (x, y) in enumerate(batches):
+            # By default each backward reduces. With every=False only the last one does.
             set_grad_sync(model, is_last_micro_batch=i + 1 == len(batches))
             loss = my_loss(model(x), y) / len(batches)
             loss.backward()  # gathers unit by unit, averages gradients, keeps its rows of them
         norm = clip_grad_norm(model, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        zero_grad(model, optimizer)
     with inference(model):
         logits = model(x)  # on every rank, since it gathers
-    # All ranks call it. Rank 0 gets tensors, the others None. (named_parameters() has
-    # no buffers, and a tied parameter under one of its names only.)
+    # All ranks call it. Rank 0 gets tensors, the others None; state_dict() itself has only this
+    # rank's rows. (named_parameters() has no buffers, and a tied parameter under one of its
+    # names only.)
     state = {name: gather_full(t) for name, t in model.state_dict().items()}
+    for name, t in model.state_dict().items():  # and back, from rank 0
+        broadcast_full(t, state[name])
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
 their gradients reduced, in one collective. Hooks do it, so no line here shows it:
@@ -118,7 +122,8 @@ def shard(
         Buffers are not sharded. They keep their values and move to the device; one on the
         meta device is a ValueError.
     units: modules, inner before outer. The root unit holds every other parameter. Tied parameters
-        must be in one unit, or in the root.
+        must be in one unit, or in the root. A module that several units share is one itself, or
+        it is a ValueError: find_units(model, blocks) lists it.
     param_dtype: to gather and compute in. Rows and optimizer state stay fp32.
     reduce_dtype: to add gradients up in, over the ranks. bfloat16 is then also the type in
         which micro-batches add up, with hybrid sharding, or with every=False in set_grad_sync.
@@ -136,6 +141,7 @@ def shard(
     refuse_meta_buffers(model)
     refuse_rounded_parameters(model)
     units = list(units)
+    refuse_shared_modules(model, units)
     offloaded = evenly(units, cpu_offload)
     if cpu_offload == 1:
         offloaded.append(model)
@@ -256,6 +262,16 @@ def refuse_rounded_parameters(model):
             raise ValueError(
                 f"{name} trains in {p.dtype}, which would round small updates away: call "
                 "model.float() before `shard`. It computes in param_dtype")
+
+
+def refuse_shared_modules(model, units):
+    """ValueError if units share a module that is no unit: its parameters cannot be in both."""
+    names = {module: name for name, module in model.named_modules()}
+    for module in shared_modules(units):
+        if module not in units:
+            raise ValueError(
+                f"several units share {names[module]}: list it before them, or pass "
+                "find_units(model, blocks), which does")
 
 
 def replicate(model, reduce_dtype: torch.dtype = torch.float32):
@@ -566,7 +582,13 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
 
 
 def zero_grad(wrapped, optimizer):
-    """Forget the gradients. DDP's are views of its buckets and must stay there (see replicate)."""
+    """Forget the gradients. DDP's are views of its buckets and must stay there (see replicate).
+    ValueError if the optimizer has no parameter of the model, so that nothing has trained."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not set(held).intersection(wrapped.parameters()):
+        raise ValueError(
+            "the optimizer holds none of the model's parameters, and trains nothing: make it "
+            "after `shard`, which replaces them")
     optimizer.zero_grad(set_to_none=not isinstance(wrapped, DistributedDataParallel))
 
 
@@ -582,7 +604,8 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     if is_sharded and not all(isinstance(p, DTensor) for p in params):
         raise ValueError(
             "parameters are gathered, and their gradients out of sight: between backward and "
-            "step nothing may run forward, not even an evaluation")
+            "step nothing may run forward, not even an evaluation. Evaluate after the step, "
+            "inside `inference`")
     grads = defaultdict(list)  # {device: this rank's gradients there}
     for p in params:
         if p.grad is not None:

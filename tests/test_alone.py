@@ -85,7 +85,7 @@ def one_more_step():
     return [gather_full(p) for p in model.parameters()]
 
 
-save("saved")
+save("saved", STEPS)
 found["after"] = one_more_step()
 update_average(0.9)
 swap_average()
@@ -95,7 +95,7 @@ for p in model.parameters():  # all that a resumed run must set
     p.data.zero_()
     for t in optimizer.state[p].values():
         t.zero_()
-resume("saved")
+assert resume("saved") == STEPS
 found["resumed"] = one_more_step()
 torch.save(found, f"found-{rank}.pt")
 dist.barrier()

@@ -517,6 +517,15 @@ def case_evaluation_before_step():
         fsdp.clip_grad_norm(model, 1.0)
 
 
+@row("an optimizer made before `shard`")
+def case_early_optimizer():
+    model = Net()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with says("make it after `shard`"):
+        fsdp.zero_grad(sharded(model), early)
+    fsdp.zero_grad(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 @row("an optimizer made after a forward")
 def case_late_optimizer():
     def moved(model, optimizer):
@@ -582,7 +591,7 @@ def case_shared_module():
             block.inner = model.blocks[0].inner
         return model
 
-    with says("Cannot concatenate overlapping meshes"):
+    with says("several units share blocks.0.inner"):
         sharded(net())
     for options in (dict(), dict(reshard_after_forward=False), dict(cpu_offload=0.5)):
         model = net()
