@@ -165,8 +165,8 @@ class Batches:
 
 
 class TokenFiles:
-    """One split of a data set: windows of block_size tokens in memory-mapped files. README's
-    "Fork it" says what a subclass without files needs."""
+    """One split of a data set: windows of block_size tokens in memory-mapped files.
+    docs/fork.md says what a subclass without files needs."""
 
     masks = ()
 

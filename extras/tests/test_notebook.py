@@ -18,7 +18,7 @@ import subprocess
 import pytest
 import torch
 from commands import read
-from harness import HERE, SIMGPU, cannot_simulate, copied, of_ours, python
+from harness import HERE, SIMGPU, cannot_simulate, copied, of_ours, python, torchrun
 
 pytestmark = of_ours
 CELLS = json.loads(read("learn.ipynb"))["cells"]
@@ -135,6 +135,23 @@ def test_notebook_outside_a_clone_makes_one(tmp_path, monkeypatch):
     execute([dict(CODE[0], outputs=[])], here)
     assert (here / "nanoFSDP2/fsdp.py").exists() and (here / "nanoFSDP2/out-learn").is_dir()
     assert not (here / "out-learn").exists()
+
+
+def test_notebook_answer_to_the_exercise_about_zero2(executed):
+    """Without the two hooks: 54 collectives, and the same losses."""
+    clone, _ = executed
+    program = (clone / "out-learn/zero3.py").read_text()
+    for hook in ("forward_hook(unit.free)", "full_backward_pre_hook(unit.gather)"):
+        line = f"    block.register_{hook}\n"
+        assert line in program
+        program = program.replace(line, "")
+    (clone / "out-learn/zero2.py").write_text(program.replace('"zero3"', '"zero2"'))
+    p = torchrun(2, "out-learn/zero2.py", cwd=clone, env=dict(PYTHONPATH=str(clone)))
+    assert p.returncode == 0, p.stderr
+    zero2, zero3 = (json.loads((clone / f"out-learn/{name}.json").read_text())
+                    for name in ("zero2", "zero3"))
+    assert len(zero2["events"]) == 54 and len(zero3["events"]) == 78
+    assert zero2["losses"] == pytest.approx(zero3["losses"], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3", "sharded", "watch", "skips"])
