@@ -28,23 +28,6 @@ def models(tmp_path, monkeypatch):
     configurator.config_class.cache_clear()
 
 
-# Each takes minutes. With one of them last, a second worker would have nothing left to do.
-LONG = ("test_commands", "test_notebook", "test_gpu_report", "test_extras_commands", "test_simgpu")
-
-
-def pytest_configure(config):
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # of pytest-xdist: files with many tests first
-
-
-def pytest_collection_modifyitems(items):
-    def place(item):
-        name = item.path.stem
-        return LONG.index(name) if name in LONG else len(LONG)
-
-    items.sort(key=place)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
     report = yield
