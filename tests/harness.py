@@ -268,9 +268,8 @@ class Ranks:
         if wants_cuda(args) and simulates(world):
             gpus = gpus or SIMULATED
         servers = [server_of(rank, gpus) for rank in range(world)]  # they import side by side
-        env = {}
-        if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
-            env["TORCH_DISTRIBUTED_DEBUG"] = os.environ["TORCH_DISTRIBUTED_DEBUG"]
+        # Its server may have begun in a test that had set it, and another rank's before.
+        env = dict(TORCH_DISTRIBUTED_DEBUG=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"))
         if not (world == 1 if alone is None else alone):
             self.store = restarts.store if restarts else dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False)
