@@ -268,7 +268,8 @@ class Ranks:
         if wants_cuda(args) and simulates(world):
             gpus = gpus or SIMULATED
         servers = [server_of(rank, gpus) for rank in range(world)]  # they import side by side
-        # Its server may have begun in a test that had set it, and another rank's before.
+        # Said to every rank: a server that started during a test that sets it would pass it on,
+        # and ranks that compare their collectives hang with ranks that do not.
         env = dict(TORCH_DISTRIBUTED_DEBUG=os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"))
         if not (world == 1 if alone is None else alone):
             self.store = restarts.store if restarts else dist.TCPStore(
