@@ -70,7 +70,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 
 def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name. Not those that an adapter's base has. SystemExit if
+    now; of tied parameters the first name. Not those that LoRA's base has. SystemExit if
     some of the state could not be saved."""
     tensors = {}
     left_out = getattr(model, "base_names", ())
@@ -162,7 +162,7 @@ def load(source, model, optimizer, world):
     if source.shapes:
         load_tensors(source, flat_state(model, optimizer), model.config, world)
     if source.base:
-        # The source has an adapter's parameters alone; the frozen ones are in the base's files.
+        # The source has LoRA's matrices alone; the frozen parameters are in the base's files.
         own = {f"model.{name}": params[name].detach() for name in model.base_names}
         load_tensors(source.base, own, model.config, world)
 
@@ -436,7 +436,12 @@ class Source:
     shapes: dict  # {flat key: shape}
     get: object = None  # function: flat key -> the whole tensor on the CPU; only on rank 0
     sharded: bool = False
-    base: object = None  # the Source of what this one's adapters adapt
+    base: object = None  # the Source of what this one's LoRA matrices adapt
+
+    def has(self, name):
+        """True if it, or its base, has the values of this parameter."""
+        in_base = self.base is not None and self.base.has(name)
+        return in_base or f"model.{name}" in self.shapes
 
     def __getstate__(self):  # the other ranks, to which rank 0 sends it, have no file open
         return {**vars(self), "get": None}
@@ -452,7 +457,7 @@ def weights_only(source):
 
 
 def on_base(base, init_from, out_dir):
-    """The Source of a run that begins to train an adapter: no values of its own, and those of
+    """The Source of a run that begins to train LoRA: no values of its own, and those of
     `base`. init_from: the base's name, for the headers of the run's checkpoints. SystemExit if
     the run would move it away, as an earlier run in its out_dir."""
     where = init_from
@@ -461,7 +466,7 @@ def on_base(base, init_from, out_dir):
         own = os.path.realpath(out_dir)
         if os.path.commonpath([own, os.path.realpath(where)]) == own:
             raise SystemExit(
-                f"out_dir={out_dir} has the adapter's base, {init_from}, which must stay there; "
+                f"out_dir={out_dir} has LoRA's base, {init_from}, which must stay there; "
                 "pass another --out_dir")
     origin = base.header.get("origin")  # Hugging Face's models have none
     header = {**base.header, "base": where, "base_origin": origin}
@@ -646,7 +651,7 @@ class Saver:
         self.cfg = cfg
         self.world = world
         self.report = report
-        # Hugging Face's files, for an export, and an adapter's base.
+        # Hugging Face's files, for an export, and LoRA's base.
         before = source.header if source else {}
         self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
         self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))

@@ -5,33 +5,21 @@ The config: every key of a run, once, with its type, default, allowed values and
     cfg = resolve(cfg, world)     # 'auto' spelled out for these ranks and this device
 
 Config files are Python assignments. Files and --key=value flags apply left to right, the
-last wins. A model's own keys are in its file, in ModelConfig; name --model before them. An
-adapter's are in its file too, in AdapterConfig. Keys that nanoGPT has keep its names and
-meanings. A mistake is a SystemExit with one line.
+last wins. A model's own keys are in its file, in ModelConfig; name --model before them. They
+are in cfg.sizes: cfg.batch_size, but cfg.sizes.block_size. Keys that nanoGPT has keep its names
+and meanings. A mistake is a SystemExit with one line.
 """
 
 import ast
 import builtins
 import difflib
 import functools
-import glob
 import importlib
 import inspect
 import math
 import os
 import re
-import shutil
-import sysconfig
-from dataclasses import (
-    MISSING,
-    asdict,
-    dataclass,
-    field,
-    fields,
-    is_dataclass,
-    make_dataclass,
-    replace,
-)
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
@@ -42,16 +30,16 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 @dataclass(frozen=True)
 class Strategy:
-    sharded: bool = False  # by FSDP2
-    keeps_gathered: bool = False  # each unit stays whole from its forward to its backward
-    in_groups: bool = False  # each group of ranks has a copy of its own
+    sharded: bool = False  # by FSDP2, with these two of its arguments:
+    reshard_after_forward: bool = True  # False: a unit stays whole until its backward
+    in_groups: bool = False  # a mesh of two dimensions: each group of ranks has a copy of its own
 
 
 STRATEGIES = {
     "single": Strategy(),
     "ddp": Strategy(),
-    "shard_grad_op": Strategy(sharded=True, keeps_gathered=True),
-    "full_shard": Strategy(sharded=True),  # the defaults: a unit is freed after its forward
+    "shard_grad_op": Strategy(sharded=True, reshard_after_forward=False),
+    "full_shard": Strategy(sharded=True),
     "hybrid_shard": Strategy(sharded=True, in_groups=True),
 }
 DTYPES = {
@@ -60,8 +48,6 @@ DTYPES = {
     "float16": torch.float16,
     "float8": torch.bfloat16,  # 8 bits in the blocks' linear layers; the rest is bf16
 }
-# Where Triton and inductor look for it: Debian's default scheme would say /usr/local.
-PYTHON_H = os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")
 
 # A key's type: a Python type, a test of the value, and the words of an error.
 Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
@@ -114,11 +100,12 @@ class Config:
     # --- model
     model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py
     freeze: str = ""  # parameters whose name matches do not train, e.g. 'wte|wpe|h\.[0-9]\.'
-    adapter: str = ""  # NAME: train a few new parameters, as NAME.py says, in a frozen model that
-    #   init_from names. Its keys begin with its name, and one of them is enough;
-    #   --adapter=NAME --help lists them
+    lora_rank: Whole = 0  # N: train LoRA's matrices of this rank beside the linear layers of a
+    #   frozen model, the base, that init_from names; 0: none
+    lora_alpha: Number = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
+    lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'; empty: all
     frozen_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    #   the type that an adapter's frozen base is kept in; bfloat16 takes half the memory and
+    #   the type that LoRA's frozen base is kept in; bfloat16 takes half the memory and
     #   needs dtype=bfloat16
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
@@ -148,7 +135,8 @@ class Config:
     #   single, ddp, shard_grad_op (ZeRO-2), full_shard (ZeRO-3), hybrid_shard (ZeRO-3 in groups)
     shard_group_size: Whole = 0  # of hybrid_shard: ranks that share one copy; 0: those of a node
     reshard_group_size: Whole = 0  # N: after forward each group of N ranks keeps a copy in dtype,
-    #   so that backward gathers inside it, as in a node (ZeRO++'s hpZ); 0: none
+    #   so that backward gathers inside it, as in a node (ZeRO++'s hpZ); 0: none. FSDP2 makes
+    #   groups of ranks for each unit: 32 units on 4 ranks make 128, and NCCL connects each
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     #   in which ranks sum gradients; bfloat16 or float16 halve that traffic and cost accuracy,
     #   more with hybrid_shard or grad_sync=last: there micro-batches are added up in it too
@@ -162,6 +150,10 @@ class Config:
     grad_sync: Literal["auto", "every", "last"] = "auto"
     #   reduce gradients after every micro-batch (least memory) or the last; auto: last for ddp only
 
+    # Not keys:
+    sizes: object = None  # the model's own keys, in its file's ModelConfig
+    given: list = field(default_factory=list)  # the keys that a file or a flag has set
+
 
 # ---------- files that a key names --------------------------------------------
 
@@ -169,16 +161,6 @@ class Config:
 def model_file(name):
     """The module that --model names: model.py, or NAME.py at the top or in extras/."""
     file = "model" if name == "gpt2" else name
-    return named_file("model", file, "Model", "ModelConfig")
-
-
-def adapter_file(name):
-    """The module that --adapter names: NAME.py at the top or in extras/."""
-    return named_file("adapter", name, "adapt", "AdapterConfig")
-
-
-def named_file(key, file, function, keys):
-    """The module that a key names. It must have a function or class, and a dataclass of keys."""
     module = None
     # Only these are imported: any import runs a file, and a checkpoint may name anything.
     if str(file).isidentifier():
@@ -188,21 +170,10 @@ def named_file(key, file, function, keys):
             module = importlib.import_module(f"extras.{file}")
     if module is None:
         raise SystemExit(
-            f"{key}={file!r}: no such file; a NAME is NAME.py beside model.py, or in extras/")
-    if hasattr(module, function) and is_dataclass(getattr(module, keys, None)):
-        return module
-    raise SystemExit(f"{key}={file!r}: {file}.py lacks {function} or a dataclass {keys}")
-
-
-def adapter_of(key):
-    """The adapter whose key it is: the keys of NAME.py begin with NAME_. "" if there is none."""
-    for path in glob.glob("*.py", root_dir=HERE) + glob.glob("extras/*.py", root_dir=HERE):
-        name = os.path.basename(path).removesuffix(".py")
-        if key.startswith(f"{name}_"):
-            with open(os.path.join(HERE, path)) as f:
-                if "class AdapterConfig" in f.read():
-                    return name
-    return ""
+            f"model={file!r}: no such file; a NAME is NAME.py beside model.py, or in extras/")
+    if not hasattr(module, "Model") or not is_dataclass(getattr(module, "ModelConfig", None)):
+        raise SystemExit(f"model={file!r}: {file}.py lacks Model or a dataclass ModelConfig")
+    return module
 
 
 def extra(name, wanted_by):
@@ -224,106 +195,71 @@ def package(name, wanted_by):
 
 
 @functools.cache
-def config_class(model, adapter=""):
-    """The keys of Config, of the model's ModelConfig and of the adapter's AdapterConfig, in one
-    dataclass."""
-    parts = {f"model={model!r}": model_file(model).ModelConfig}
-    if adapter:
-        parts[f"adapter={adapter!r}"] = adapter_file(adapter).AdapterConfig
-    taken = set(Config.__dataclass_fields__)
-    for named, part in parts.items():
-        for f in fields(part):
-            key = f"{named}: {part.__name__}.{f.name}, a {f.type!r},"
-            if f.name in taken:
-                raise SystemExit(f"{key} needs another name: there is another key {f.name}")
-            is_plain = f.type in PLAIN or get_origin(f.type) is Literal
-            if f.default is MISSING or not is_plain:
-                raise SystemExit(
-                    f"{key} must be an int, float, bool, str or Literal, with a default "
-                    "(and the file without from __future__ import annotations)")
-            taken.add(f.name)
+def keys_of(model):
+    """{key: its dataclass field} of a run with this model."""
+    keys = {f.name: f for f in fields(Config) if f.name not in ("sizes", "given")}
+    for f in fields(model_file(model).ModelConfig):
+        key = f"model={model!r}: ModelConfig.{f.name}, a {f.type!r},"
+        if f.name in Config.__dataclass_fields__:
+            raise SystemExit(f"{key} needs another name: every run has a key {f.name}")
+        is_plain = f.type in PLAIN or get_origin(f.type) is Literal
+        if f.default is MISSING or not is_plain:
+            raise SystemExit(
+                f"{key} must be an int, float, bool, str or Literal, with a default "
+                "(and the file without from __future__ import annotations)")
+        keys[f.name] = f
+    return keys
 
-    def check(self):  # each part's own test of its keys
-        for part in parts.values():
-            if hasattr(part, "__post_init__"):
-                part.__post_init__(self)
 
-    own = [
-        ("model", str, model),  # the defaults of these keys
-        ("adapter", str, adapter),
-        ("given", list, field(default_factory=list)),  # keys set explicitly; not itself a key
-    ]
-    methods = {"__post_init__": check}
-    return make_dataclass("RunConfig", own, bases=(Config, *parts.values()), namespace=methods)
+def make_config(values, given=()):
+    """The Config of {key: value}; the model's own keys go into its sizes."""
+    model = values.get("model", Config.model)
+    sizes = {key: value for key, value in values.items() if key not in Config.__dataclass_fields__}
+    own = {key: value for key, value in values.items() if key not in sizes}
+    try:
+        sizes = model_file(model).ModelConfig(**sizes)
+    except ValueError as e:  # sizes that do not fit together
+        raise SystemExit(f"{e} (model={model})")
+    return Config(**own, sizes=sizes, given=list(given))
 
 
 def as_dict(cfg):
     """{key: value} of all keys."""
-    return {key: value for key, value in vars(cfg).items() if key != "given"}
-
-
-def part_of(cfg, cls):
-    """{key: value} of the keys in cfg that cls, a ModelConfig or AdapterConfig, has."""
-    return {f.name: getattr(cfg, f.name) for f in fields(cls)}
-
-
-def model_config(cfg):
-    """The model's own ModelConfig, with cfg's values."""
-    cls = model_file(cfg.model).ModelConfig
-    return cls(**part_of(cfg, cls))
+    keys = {**vars(cfg), **asdict(cfg.sizes)}
+    del keys["sizes"], keys["given"]
+    return keys
 
 
 def model_args(cfg):
-    """The model's keys, and the adapter's, as a checkpoint keeps them: opening it then
-    needs no flags."""
-    args = asdict(model_config(cfg))
-    if cfg.adapter:
-        args["adapter"] = cfg.adapter
-        args.update(part_of(cfg, adapter_file(cfg.adapter).AdapterConfig))
+    """The model's keys, and LoRA's, as a checkpoint keeps them: opening it then needs no flags."""
+    args = asdict(cfg.sizes)
+    if cfg.lora_rank:
+        args.update(
+            lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets)
     return args
 
 
 def load_config(argv, flags=()):
     """Config files and --key=value flags, applied left to right over the defaults.
     flags: names that the command takes itself, which a mistyped key may have meant."""
-    cls = config_class(Config.model)
     values = {}
     for arg in argv:
+        model = values.get("model", Config.model)
         if arg.startswith("--") and "=" in arg:
             key, _, text = arg[2:].partition("=")  # the value may contain another =
-            cls = class_with(cls, {key: text})
-            kind, _, _ = rule(key, cls, arg, flags)
+            kind, _, _ = rule(key, model, arg, flags)
             assigned = {key: text if kind is str else parse(text)}
         elif arg.startswith("--"):
-            require_key(arg[2:], cls, arg, flags)
+            require_key(arg[2:], model, arg, flags)
             raise SystemExit(f"{arg}: write --key=value, without a space")
         else:
-            assigned = run_file(arg, before={**vars(cls()), **values})
-            cls = class_with(cls, assigned)
+            assigned = run_file(arg, before={**as_dict(make_config({"model": model})), **values})
+        model = assigned.get("model", model)
         for key, value in assigned.items():
-            values[key] = coerce(key, value, cls, arg, flags)
-    for key in list(values):
-        if key in cls.__dataclass_fields__:
-            continue
-        # A later --model or another adapter has no such key.
-        if cls.adapter or not adapter_of(key):
-            raise SystemExit(
-                f"{key}: no such key of model={cls.model}, adapter={cls.adapter!r}; use --help")
-        del values[key]  # --adapter= turns a file's adapter off, with all its keys
-    return make_config(cls, {**values, "given": list(values)})
-
-
-def class_with(cls, assigned):
-    """The config class after {key: value}: --model and --adapter name another one, and so does a
-    key of an adapter."""
-    model = assigned.get("model", cls.model)
-    adapter = assigned.get("adapter", cls.adapter)
-    if "adapter" not in assigned:
-        known = config_class(model, adapter).__dataclass_fields__
-        for key in assigned:
-            if key not in known:
-                adapter = adapter_of(key) or adapter
-    return config_class(model, adapter)
+            values[key] = coerce(key, value, model, arg, flags)
+    for key in values:
+        require_key(key, model, f"--model={model}", flags)  # an earlier model's has no place in it
+    return make_config(values, given=values)
 
 
 def run_file(path, before):
@@ -354,12 +290,12 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
     or a flag has set another value; a shorter block_size is allowed.
     where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter, even
     if it is only the default."""
-    cls = class_with(config_class(model, cfg.adapter), sizes)
-    values = {f.name: getattr(cfg, f.name) for f in fields(cls) if hasattr(cfg, f.name)}
+    keys = keys_of(model)
+    values = {key: value for key, value in as_dict(cfg).items() if key in keys}
     for key, value in {"model": model, **sizes}.items():
         if key == "dropout":
             continue
-        value = coerce(key, value, cls, where)
+        value = coerce(key, value, model, where)
         ours = values.get(key, value)  # this run's model may have no such key
         is_shorter = key == "block_size" and ours < value
         if is_shorter and (key in cfg.given or not whole_context):
@@ -367,7 +303,7 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
         if key in cfg.given and ours != value:
             refuse(key, ours, value, where)
         values[key] = value
-    return make_config(cls, values)
+    return make_config(values, cfg.given)
 
 
 def refuse(key, ours, theirs, where):
@@ -387,33 +323,27 @@ AFFECTS_RESULTS = (
 def differences(before, cfg):
     """["key=new (was old)"]; before: {key: value} of a checkpoint."""
     changed = []
+    now = as_dict(cfg)
     for key in AFFECTS_RESULTS:
-        value = getattr(cfg, key, None)  # Llama has no dropout
+        value = now.get(key)  # Llama has no dropout
         if before.get(key, value) != value:
             changed.append(f"{key}={value!r} (was {before[key]!r})")
     return changed
 
 
-def make_config(cls, values):
-    try:
-        return cls(**values)
-    except ValueError as e:  # sizes that do not fit together
-        raise SystemExit(f"{e} (model={cls.model})")
-
-
-def require_key(key, cls, where, flags=()):
+def require_key(key, model, where, flags=()):
     """SystemExit if there is no such key, with one that may have been meant."""
-    names = [f.name for f in fields(cls) if f.name != "given"]
-    if key not in names:
-        near = difflib.get_close_matches(key, [*flags, *names], 1)
+    keys = keys_of(model)
+    if key not in keys:
+        near = difflib.get_close_matches(key, [*flags, *keys], 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
-        raise SystemExit(f"{where}: no key {key} (model={cls.model}); {hint} (--model comes first)")
+        raise SystemExit(f"{where}: no key {key} (model={model}); {hint} (--model comes first)")
 
 
-def rule(key, cls, where, flags=()):
+def rule(key, model, where, flags=()):
     """(the Python type of a key, a test of its value, the words of an error)."""
-    require_key(key, cls, where, flags)
-    allowed = cls.__dataclass_fields__[key].type
+    require_key(key, model, where, flags)
+    allowed = keys_of(model)[key].type
     allowed = PLAIN.get(allowed, allowed)
     if get_origin(allowed) is Literal:
         choices = get_args(allowed)
@@ -421,9 +351,9 @@ def rule(key, cls, where, flags=()):
     return get_args(allowed)
 
 
-def coerce(key, value, cls, where, flags=()):
+def coerce(key, value, model, where, flags=()):
     """value as the key's type: exact, but 1 may become 1.0, and 1e4 become 10000."""
-    kind, test, words = rule(key, cls, where, flags)
+    kind, test, words = rule(key, model, where, flags)
     if kind is int and type(value) is float and value.is_integer():
         value = int(value)
     if kind is float and type(value) is int:
@@ -441,12 +371,10 @@ def parse(text):
         return text
 
 
-def help_text(usage, model="gpt2", adapter=""):
+def help_text(usage, model="gpt2"):
     """usage, then every key with its default and its comment in the code."""
     lines = [usage.strip()]
     classes = [Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])]
-    if adapter:
-        classes.append(adapter_file(adapter).AdapterConfig)
     source = "".join(inspect.getsource(cls) for cls in classes)
     for line in source.splitlines():
         key = re.match(r"    (\w+): .+? = (\S+)", line)
@@ -492,46 +420,30 @@ def resolve(cfg, world, distributed=None):
 def conflicts(cfg, asked, world, distributed):
     """[(key, True if it is wrong, remedy)]; asked: the config before 'auto' was spelled out."""
     size = world.size
-    kind = world.device.type
     single = cfg.strategy == "single"
     group = cfg.shard_group_size
     uneven_groups = STRATEGIES[cfg.strategy].in_groups and size % group
-    copy = group if STRATEGIES[cfg.strategy].in_groups else size  # ranks that share one
-    regather = cfg.reshard_group_size
-    no_part = regather == 1 or (regather and copy % regather)
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
-    # Inductor writes C++ for CPUs; for GPUs Triton builds its launcher in C.
-    compilers = {
-        "cpu": (os.environ.get("CXX", "g++"), "clang++"),
-        "cuda": (os.environ.get("CC", "gcc"), "clang"),
-    }.get(kind, ())
-    no_compiler = compilers and not any(map(shutil.which, compilers))
     table = [
         ("strategy", single and size > 1, "start one process: python train.py"),
         ("strategy", not single and not distributed,
          "start it with torchrun --standalone --nproc_per_node=2, or use --strategy=single"),
         ("shard_group_size", uneven_groups,
          f"{size} processes do not divide into groups of {group}; use a divisor of {size}"),
-        ("reshard_group_size", no_part,
-         f"{copy} ranks share a copy; use a divisor of {copy}, from 2 on"),
-        ("reshard_group_size", regather and cfg.dtype == "float8",
-         "FSDP2 cannot do that with float8 weights; use --reshard_group_size=0"),
-        ("backend", cfg.backend == "nccl" and kind != "cuda" and not single,
-         "NCCL needs CUDA; use --backend=auto"),
         ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,
          f"it counts all ranks' micro-batches; use a multiple of {size}"),
+        ("reshard_group_size", cfg.reshard_group_size and cfg.dtype == "float8",
+         "FSDP2 cannot do that with float8 weights; use --reshard_group_size=0"),
         ("dtype", cfg.dtype == "float8" and cfg.strategy == "ddp",
          "it needs parameters that FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
-        ("dtype", cfg.dtype == "float8" and cfg.adapter,
-         f"the layers of adapter={cfg.adapter} have no float8; use --dtype=bfloat16"),
+        ("dtype", cfg.dtype == "float8" and cfg.lora_rank,
+         "LoRA's layers have no float8; use --dtype=bfloat16"),
         ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
          f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
         ("cpu_offload", cfg.cpu_offload and cfg.dtype == "float8",
          "float8's scales and the weights would lie apart; use --dtype=bfloat16"),
-        ("loss_scale", asked.loss_scale != Config.loss_scale and cfg.dtype != "float16",
-         f"it is for float16; use --loss_scale={Config.loss_scale:g}, or --dtype=float16"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
          "it moves the inputs that checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),
@@ -539,21 +451,20 @@ def conflicts(cfg, asked, world, distributed):
          inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),
          "use --wrap_min_params=0, or full checkpointing with --compile=False "
          "--prefetch_blocks=0"),
-        ("compile", cfg.compile and no_compiler,
-         f"compiling needs {' or '.join(compilers)}; install one, or use --compile=False"),
-        ("compile", cfg.compile and compilers and not os.path.exists(PYTHON_H),
-         f"compiling needs {PYTHON_H}; install python3-dev, or use --compile=False"),
     ]
-    parallel = [name for name in STRATEGIES if name != "single"]
+    for key in ("lora_alpha", "lora_targets", "frozen_dtype"):
+        given = getattr(cfg, key) != getattr(Config, key)
+        table.append((key, given and not cfg.lora_rank, "it is LoRA's; pass --lora_rank too"))
     sharded = [name for name, row in STRATEGIES.items() if row.sharded]
     only = {
         "cpu_offload": sharded,
         "wrap_min_params": sharded,
         "prefetch_blocks": sharded,
-        "reduce_dtype": parallel,
-        "grad_sync": parallel,
+        "reduce_dtype": sharded,
+        "grad_sync": [name for name in STRATEGIES if name != "single"],
         "shard_group_size": [name for name in sharded if STRATEGIES[name].in_groups],
-        "reshard_group_size": [name for name in sharded if not STRATEGIES[name].keeps_gathered],
+        "reshard_group_size": [
+            name for name in sharded if STRATEGIES[name].reshard_after_forward],
     }
     for key, strategies in only.items():
         default = getattr(Config, key)

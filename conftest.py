@@ -25,7 +25,7 @@ def models(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:  # another test's file may have the same name
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
-    configurator.config_class.cache_clear()
+    configurator.keys_of.cache_clear()
 
 
 @pytest.hookimpl(wrapper=True)

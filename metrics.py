@@ -4,7 +4,7 @@ wandb and TensorBoard if you ask for them.
 
     flops = step_flops(model, cfg, world)                # for MFU
     log = Log(cfg, world, out_dir, run_id, step, flops)  # no run_id: only print
-    log.step(step, loss, norm, lr, scale, waited)  # every log_interval steps
+    log.step(step, loss, norm, optimizer, scaler, batches)  # every log_interval steps
     with log.paused(): ...                   # leave an evaluation out of the steps' time
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
@@ -23,31 +23,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import as_dict, package
-from ranks import first_line, print0
+from ranks import all_reduce_max_, first_line, print0
 
-# Dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100 and T4, which lack bf16).
+# Dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100, which lacks bf16).
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
-    "H200 NVL": 835e12,
-    "GH200 480GB": 989e12,
-    "GH200 144G HBM3e": 989e12,
     "H100 80GB HBM3": 989e12,
-    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "A100-SXM4-40GB": 312e12,
     "A100-SXM4-80GB": 312e12,
-    "A100-PCIE-40GB": 312e12,
-    "A100 80GB PCIe": 312e12,
-    "A10": 125e12,
+    "A10G": 70e12,
     "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "V100-SXM2-16GB": 125e12,
     "V100-SXM2-32GB": 125e12,
-    "T4": 65e12,
     "GeForce RTX 4090": 165e12,
-    "GeForce RTX 3090": 71e12,
 }
 
 
@@ -73,7 +62,7 @@ def step_flops(model, cfg, world):
 
 
 def tokens_per_step(cfg):
-    return cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+    return cfg.gradient_accumulation_steps * cfg.batch_size * cfg.sizes.block_size
 
 
 def flops_per_token(model, world):
@@ -137,24 +126,24 @@ def describe(cfg, model, batches, source, world):
         epochs.append(f"epoch{of} = {windows / (samples * share):,.0f} steps")
     yield (
         f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
-        f"{world.device.type}, {cfg.dtype}, {samples * cfg.block_size:,} tokens per step, "
+        f"{world.device.type}, {cfg.dtype}, {samples * cfg.sizes.block_size:,} tokens per step, "
         f"{', '.join(epochs)}")
     for name, _, part in batches.parts:
         train, val = part.files["train"], part.files["val"]
         yield (
             f"{name}: {train.tokens_in_all:,} tokens of train and {val.tokens_in_all:,} of val; "
-            f"100 windows have ids up to {train.largest:,}, vocab_size={cfg.vocab_size:,}")
+            f"100 windows have ids up to {train.largest:,}, vocab_size={cfg.sizes.vocab_size:,}")
         if train.masks:
-            yield f"{name}: {train.counts.mean() / cfg.block_size:.1%} of the targets count"
+            yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
     if source:
         step = source.header["iter_num"]
         yield f"starting from {source.path} at step {step}"
         longest = source.header["model_args"]["block_size"]
-        if cfg.block_size < longest and "block_size" not in cfg.given:
+        if cfg.sizes.block_size < longest and "block_size" not in cfg.given:
             yield (
-                f"context {cfg.block_size:,} of {longest:,}, which takes less memory: "
+                f"context {cfg.sizes.block_size:,} of {longest:,}, which takes less memory: "
                 f"--block_size={longest} for all of it")
         if step >= cfg.max_iters:
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise it to continue"
@@ -205,13 +194,20 @@ class Log:
         yield
         self.since += time.time() - start
 
-    def step(self, step, loss, norm, lr, scale, waited):
-        """Log this step's numbers, and the mean time of a step since the last call.
-        waited: seconds that these steps have waited for their batches."""
+    def step(self, step, loss, norm, optimizer, scaler, batches):
+        """Log this step's numbers, and the mean time of a step since the last call (all ranks)."""
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
+        waited = torch.tensor(batches.seconds, device=self.world.device)
+        batches.seconds = 0
+        waited = all_reduce_max_(waited, self.world).item()  # all ranks wait for the slowest
         data_ms = waited / steps * 1000
+        scale = scaler.scale if scaler.enabled else None
+        if scaler.skipped:
+            print0(self.world, f"iter {step}: gradients overflowed in float16, "
+                               f"steps skipped: {scaler.skipped}, loss scale now {scale:g}")
+            scaler.skipped = 0
         self.since = now
         self.next_step = step + 1
         tokens_per_s = self.tokens / seconds
@@ -237,7 +233,7 @@ class Log:
             iter=step,
             loss=loss,
             grad_norm=norm,
-            lr=lr,
+            lr=optimizer.param_groups[0]["lr"],
             time_ms=seconds * 1000,
             data_ms=data_ms,
             tokens_per_s=tokens_per_s,
@@ -273,11 +269,7 @@ class Log:
 
     def write(self, row):
         if self.file:
-            line = json.dumps({"run": self.run_id, **row})
-            try:
-                print(line, file=self.file, flush=True)
-            except OSError as e:  # the row stays in the file's buffer, until there is room
-                print(f"cannot write {self.file.name}: {e.strerror}", file=sys.stderr)
+            print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["iter"])
         if self.tensorboard:

@@ -22,6 +22,7 @@ ModelConfig, a dataclass of keys, and Model, an nn.Module that has
     head_loss(x, targets)            optional, for the key loss_chunks: from x (B, T, C), which
                                      the last norm returns, to (logits, loss). If
                                      self.loss_chunks is N > 0, in N pieces, and logits None
+    units                            optional: FSDP's units, if they are not the blocks alone
     matrices()                       optional: what Muon updates
     causal                           optional: False if it is no left-to-right language model
 and no buffers. docs/model_file.md explains each; tests/test_contract.py checks your file.

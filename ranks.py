@@ -2,7 +2,7 @@
 Processes: their ranks, and how they agree, stop together and leave.
 
     world = setup("auto", "auto")            # rank, size, device; opens the process group
-    stop = StopSignal(world)                 # SIGTERM, Ctrl-C: stop after the same step
+    stop = StopSignal(world)                 # SIGTERM, Ctrl-C: all ranks stop after the same step
     run(main, sys.argv[1:])                  # a user's mistake is one line, exit code 1
 
 torchrun starts the processes and tells each its place in environment variables: RANK,
@@ -95,7 +95,7 @@ def connect(group, device, with_gather=False):
     with_gather: also gather_full's collective, if rank 0 is in the group. (Muon connects its
     own.)
     """
-    if dist.get_backend(group) != "fake":  # a backend without peers, and without a timeout
+    if dist.get_backend(group) != "fake":  # plans rehearse on this; it has no timeout
         group.set_timeout(TIMEOUT)  # PyTorch would let hybrid_shard's wait for 30 minutes
     if "nccl" not in dist.get_backend_config(group):
         return
@@ -189,42 +189,26 @@ def from_rank0(world, action, group=None):
 
 
 class StopSignal:
-    """Notes SIGTERM and Ctrl-C, so that all ranks can stop after the same step.
-
-    ask() before a step, requested() after it: between the two the ranks exchange their flags
-    in the background. With many ranks that takes milliseconds."""
-
-    received = False  # by this process
+    """Notes SIGTERM and Ctrl-C, so that all ranks can stop after the same step."""
 
     def __init__(self, world):
         self.world = world
-        StopSignal.received = False
-        self.any_received = torch.zeros(())
-        self.exchange = None
+        self.received = False  # by this process
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, number, frame):
-        StopSignal.received = True
+        self.received = True
         # A second signal ends the run at once. Not under torchrun, where it is the same one:
         # the terminal sends Ctrl-C to the ranks, and torchrun passes it on to them again.
         if not dist.is_initialized():
             signal.signal(number, signal.SIG_DFL)
 
-    def ask(self):
-        """Begin to exchange (collective)."""
-        self.any_received.fill_(self.received)
-        if self.world.size > 1:
-            self.exchange = dist.all_reduce(
-                self.any_received, dist.ReduceOp.MAX, async_op=True)
-
     def requested(self):
-        """True on every rank if any of them had been signalled before the last ask()."""
-        if self.world.size == 1:
-            return self.received
-        if self.exchange:
-            self.exchange.wait()
-        return bool(self.any_received)
+        """True on every rank if any of them has been signalled (collective, in host memory: it
+        does not wait for the GPU)."""
+        any_received = torch.tensor(float(self.received))
+        return bool(all_reduce_max_(any_received, self.world))
 
 
 # ---------- leave -------------------------------------------------------------
@@ -266,15 +250,10 @@ def tell_torchrun(e):
 
 
 def say(line):
-    """Print a line to stderr, once for the ranks of this node."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        # Local rank 0 has probably said the same. Then torchrun has sent this rank a
-        # SIGTERM, or ends it while it sleeps.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if StopSignal.received:
-            return
-        time.sleep(5)
-    print(line, file=sys.stderr)
+    """Print a line to stderr, once for the ranks of this node: the others usually have the same
+    one, and torchrun reports the one that failed first."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(line, file=sys.stderr)
 
 
 def leave(code):

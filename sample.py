@@ -170,13 +170,13 @@ def main(argv):
     # A Hugging Face directory has its tokenizer itself.
     directory = data_dir(theirs["dataset"]) if "dataset" in theirs else source.path
     meta = source.header.get("meta") or read_meta(directory)
-    meta = {"vocab_size": cfg.vocab_size, **meta}
+    meta = {"vocab_size": cfg.sizes.vocab_size, **meta}
     encode, decode, vocab_size = tokenizer(meta, directory)
     if isinstance(args.start, list):
         tokens = args.start
     else:
         tokens = encode(args.start) or encode("\n")
-    if max(tokens) >= min(vocab_size, cfg.vocab_size):
+    if max(tokens) >= min(vocab_size, cfg.sizes.vocab_size):
         raise SystemExit(
             f"--start: token {max(tokens)} is beyond the vocabulary of {vocab_size}")
     x = torch.tensor([tokens], device=world.device)

@@ -23,7 +23,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
+import activations
 import checkpoint
+import checks
 import configurator
 import fsdp
 from configurator import DTYPES, STRATEGIES, extra
@@ -33,7 +35,6 @@ from model import derive_seed
 from optimizer import LossScaler, allocate_state, learning_rate_at, make_adamw
 from ranks import (
     StopSignal,
-    all_reduce_max_,
     all_reduce_mean_,
     connect,
     from_rank0,
@@ -58,11 +59,10 @@ def build(model, cfg, world, source=None):
     if source:
         allocate_state(optimizer)  # load drops the state that the source lacks
         checkpoint.load(source, model, optimizer, world)
-    if source is None or not source.shapes:  # an adapter begins without values of its own
-        loaded = model.base_names if source else ()
-        for name, p in model.named_parameters():
-            if name not in loaded:
-                fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
+    for name, p in model.named_parameters():
+        if source is None or not source.has(name):  # LoRA's matrices are not in its base
+            fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
+    checks.after_building(model, optimizer)
     if cfg.dtype == "float8":
         extra("float8", wanted_by="dtype=float8").scale_each_step(model, optimizer)
     return wrapped, optimizer
@@ -71,32 +71,13 @@ def build(model, cfg, world, source=None):
 def meta_model(cfg):
     """The config's model on the meta device: names, shapes, requires_grad, and no memory."""
     with torch.device("meta"):
-        model = configurator.model_file(cfg.model).Model(configurator.model_config(cfg))
-    for name, _ in model.named_buffers():
-        raise SystemExit(
-            f"the model has a buffer, {name}: it has no values on the meta device; compute "
-            "it in forward, or make it a parameter that does not train")
-    if cfg.adapter:
-        adapt(model, cfg)
+        model = configurator.model_file(cfg.model).Model(cfg.sizes)
+    if cfg.lora_rank:
+        extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}").adapt(model, cfg)
     if cfg.freeze:
         freeze(model, cfg.freeze)
+    checks.before_sharding(model)
     return model
-
-
-def adapt(model, cfg):
-    """Freeze the model as the base of cfg.adapter, and let that add its own parameters."""
-    # Checkpoints leave these out. Not a set: all ranks fill them in the same order.
-    model.base_names = tuple(name for name, _ in model.named_parameters())
-    for p in model.parameters():
-        p.requires_grad_(False)
-        p.data = p.data.to(DTYPES[cfg.frozen_dtype])
-    configurator.adapter_file(cfg.adapter).adapt(model, cfg)
-    named = dict(model.named_parameters())
-    for name in model.base_names:
-        if name not in named or named[name].requires_grad:
-            raise SystemExit(
-                f"adapter={cfg.adapter}: {name} is the base's, which no checkpoint of the adapter "
-                "has: adapt() must leave it frozen and under this name")
 
 
 def freeze(model, pattern):
@@ -135,9 +116,9 @@ def parallelize(model, cfg, world):
             model,
             world.device.type,
             shard_group=group if is_sharded else 0,
-            tokens=cfg.batch_size * cfg.block_size,
+            tokens=cfg.batch_size * cfg.sizes.block_size,
         )
-    fsdp.checkpoint_activations(
+    activations.checkpoint_activations(
         model.blocks,
         cfg.activation_checkpointing,
         offload_to_host=cfg.activation_offload,
@@ -146,7 +127,7 @@ def parallelize(model, cfg, world):
     if is_sharded:
         if cfg.compile:
             # By parts: FSDP's hooks would break a graph of everything.
-            fsdp.compile_blocks(model.blocks)
+            activations.compile_blocks(model.blocks)
             if hasattr(model, "head_loss"):
                 model.head_loss = torch.compile(model.head_loss, dynamic=False)
         shard_model(model, cfg, world)
@@ -154,7 +135,7 @@ def parallelize(model, cfg, world):
     fsdp.allocate(model, world.device)
     wrapped = model
     if cfg.strategy == "ddp":
-        wrapped = fsdp.replicate(model, DTYPES[cfg.reduce_dtype])
+        wrapped = fsdp.replicate(model)
     if cfg.compile:
         wrapped.compile(dynamic=False)  # with DDP, at whose buckets the graph is then cut
     return wrapped
@@ -166,18 +147,16 @@ def shard_model(model, cfg, world):
     for name in mesh.mesh_dim_names:
         with_gather = name == "shard" and cfg.checkpoint == "full"
         connect(mesh.get_group(name), world.device, with_gather)
-    reshard_after_forward = not STRATEGIES[cfg.strategy].keeps_gathered
-    if cfg.reshard_group_size:
-        reshard_after_forward = fsdp.make_mesh(world.device.type, cfg.reshard_group_size)
-        connect(reshard_after_forward.get_group("shard"), world.device)
+    units = getattr(model, "units", None)  # a model file may list its own
+    if units is None or cfg.wrap_min_params:
+        units = fsdp.find_units(model, model.blocks, cfg.wrap_min_params)
+    row = STRATEGIES[cfg.strategy]
     fsdp.shard(
         model,
-        fsdp.find_units(model, model.blocks, cfg.wrap_min_params),
+        units,
         mesh,
-        param_dtype=DTYPES[cfg.dtype],
-        reduce_dtype=DTYPES[cfg.reduce_dtype],
-        fp32_names=getattr(model, "fp32_names", "") if fsdp.HAS_FP32_NAMES else "",
-        reshard_after_forward=reshard_after_forward,
+        mp_policy=fsdp.mixed_precision(DTYPES[cfg.dtype], DTYPES[cfg.reduce_dtype]),
+        reshard_after_forward=cfg.reshard_group_size or row.reshard_after_forward,
         cpu_offload=cfg.cpu_offload,
         prefetch_units=cfg.prefetch_blocks,
     )
@@ -216,23 +195,15 @@ def open_start(cfg, world):
         raise SystemExit(
             f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
             "auto to resume only if there is one")
-    if cfg.adapter:
-        source = with_adapter(source, cfg, resumed)
+    if cfg.lora_rank and not (source and source.base):
+        if source is None:
+            raise SystemExit(
+                f"lora_rank={cfg.lora_rank}: it needs a base; pass --init_from=DIR, a hub name or "
+                "another run's out_dir")
+        if resumed:
+            configurator.refuse("lora_rank", cfg.lora_rank, 0, source.path)
+        source = checkpoint.on_base(source, cfg.init_from, cfg.out_dir)
     return source, resumed
-
-
-def with_adapter(source, cfg, resumed):
-    """The Source of a run whose keys ask for an adapter: `source` if it has one, else a new one
-    on `source` as the base."""
-    if source is None:
-        raise SystemExit(
-            f"adapter={cfg.adapter}: it needs a base; pass --init_from=DIR, a hub name or another "
-            "run's out_dir")
-    if source.base:
-        return source
-    if resumed:
-        configurator.refuse("adapter", cfg.adapter, "", source.path)
-    return checkpoint.on_base(source, cfg.init_from, cfg.out_dir)
 
 
 def final_config(cfg, source, resumed, world):
@@ -259,17 +230,18 @@ def final_config(cfg, source, resumed, world):
 def with_vocabulary(cfg):
     """cfg with the vocabulary of its data, if that says one; SystemExit if a file or a flag
     has set another."""
-    size = read_meta(data_dir(cfg.dataset)).get("vocab_size", cfg.vocab_size)
-    if "vocab_size" in cfg.given and cfg.vocab_size != size:
+    ours = cfg.sizes.vocab_size
+    size = read_meta(data_dir(cfg.dataset)).get("vocab_size", ours)
+    if "vocab_size" in cfg.given and ours != size:
         raise SystemExit(
-            f"vocab_size={cfg.vocab_size}, but dataset={cfg.dataset} has {size} symbols; pass "
+            f"vocab_size={ours}, but dataset={cfg.dataset} has {size} symbols; pass "
             f"--vocab_size={size}, or another --dataset")
-    return replace(cfg, vocab_size=size)
+    return replace(cfg, sizes=replace(cfg.sizes, vocab_size=size))
 
 
 def open_source(cfg, world, key="init_from"):
     """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
-    there is no checkpoint. If it holds an adapter, its base is opened too.
+    there is no checkpoint. If it holds LoRA's matrices, their base is opened too.
     key: where the name comes from, for the error."""
     if cfg.init_from == "scratch":
         return None
@@ -286,7 +258,7 @@ def open_source(cfg, world, key="init_from"):
         before = source.header.get("base_origin")
         now = source.base.header.get("origin", "no run's checkpoint")
         if before and before != now:
-            print0(world, f"{source.path}: base={base} was at {before} when the adapters began, "
+            print0(world, f"{source.path}: base={base} was at {before} when LoRA began, "
                           f"and is now at {now}", file=sys.stderr)
     return source
 
@@ -438,24 +410,14 @@ def train(cfg):
         if done:
             break
 
-        # Else one optimizer step, during which the ranks exchange stop signals.
-        stop.ask()
+        # Else one optimizer step.
         loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         if step == first_step:
             checkpoint.require_saveable(model, optimizer)  # not only when a save is due
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             lossf = all_reduce_mean_(loss, world).item()  # synchronization point
             saver.require_finite(lossf, "loss", step)
-            scale = scaler.scale if scaler.enabled else None
-            if scaler.skipped:
-                print0(world, f"iter {step}: gradients overflowed in float16, "
-                              f"steps skipped: {scaler.skipped}, loss scale now {scale:g}")
-                scaler.skipped = 0
-            lr = optimizer.param_groups[0]["lr"]
-            waited = torch.tensor(batches.seconds, device=world.device)
-            batches.seconds = 0
-            waited = all_reduce_max_(waited, world).item()  # all ranks wait for the slowest
-            log.step(step, lossf, norm.item(), lr, scale, waited)
+            log.step(step, lossf, norm.item(), optimizer, scaler, batches)
         step += 1
 
     # --- leave ---
@@ -465,9 +427,8 @@ def train(cfg):
 
 def main(argv):
     if "--help" in argv or "-h" in argv:
-        chosen = {"--model": "gpt2", "--adapter": ""}
-        chosen.update(arg.split("=", 1) for arg in argv if "=" in arg)
-        print(configurator.help_text(__doc__, chosen["--model"], chosen["--adapter"]))
+        chosen = dict(arg.split("=", 1) for arg in argv if "=" in arg)
+        print(configurator.help_text(__doc__, chosen.get("--model", "gpt2")))
         return
     train(configurator.load_config(argv))
 

@@ -56,7 +56,7 @@ class Batches:
         directory = data_dir(cfg.dataset)
         self.files = {}
         for split in ("train", "val"):
-            files = TokenFiles(directory, split, cfg.block_size, cfg.vocab_size)
+            files = TokenFiles(directory, split, cfg.sizes.block_size, cfg.sizes.vocab_size)
             if files.count(eval_order(len(files), cfg.eval_iters * cfg.batch_size)) == 0:
                 raise SystemExit(
                     f"{directory}: in the windows of {split} that an evaluation reads, "
@@ -90,7 +90,7 @@ class Batches:
         """The batch that get() returns; the time it takes is added to self.seconds."""
         started = time.perf_counter()
         B = self.cfg.batch_size
-        T = self.cfg.block_size
+        T = self.cfg.sizes.block_size
         world = self.world
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
         number = step * self.cfg.gradient_accumulation_steps
@@ -121,7 +121,7 @@ class Batches:
         A = self.cfg.gradient_accumulation_steps
         B = self.cfg.batch_size
         if not any(part.files["train"].masks for _, _, part in self.parts):
-            return B * self.cfg.block_size
+            return B * self.cfg.sizes.block_size
         if self.counted[0] != step:
             samples = self.samples(step * A * B, A * B)
             total = sum(files.count(windows) for files, _, windows in samples)
@@ -145,7 +145,7 @@ class Batches:
             x, y = files.batch(np.resize(windows if len(windows) else order, B))
             y[len(windows):] = -1
             x, y, count = self.ready(x, y)
-            yield x, y, count / self.cfg.block_size
+            yield x, y, count / self.cfg.sizes.block_size
 
     def ready(self, x, y):
         """(x, y, how many targets count), with x and y on the device."""

@@ -151,7 +151,7 @@ def report(names, configs, times, world):
     )
     for name, cfg, ms in zip(names, configs, times):
         middle = median(ms)
-        tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+        tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.sizes.block_size
         tokens_per_s = tokens / middle * 1e3
         model = meta_model(cfg)
         # Per device. There is no MFU if its peak is unknown, or the model cannot be counted.

@@ -186,7 +186,6 @@ def open_adapter(path, safe_open):
         if not base:
             raise ValueError("base_model_name_or_path is empty: write the base's name there")
         lora = dict(
-            adapter="lora",
             lora_rank=theirs["r"],
             lora_alpha=float(theirs["lora_alpha"]),
             lora_targets=rf"\.({'|'.join(layers_of(shapes))})$",
@@ -281,7 +280,7 @@ def export(source, path, dtype="float32"):
 def merged(source):
     """The Source of the whole model: the weights of the base with the adapters added."""
     base = source.base
-    sizes = lora_sizes(source)
+    sizes = source.header["model_args"]
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):
@@ -295,21 +294,12 @@ def merged(source):
     return replace(base, header=source.header, shapes=base.shapes, get=get)
 
 
-def lora_sizes(source):
-    """The sizes in the header of a checkpoint with LoRA. SystemExit if its adapter is another."""
-    sizes = source.header["model_args"]
-    adapter = sizes.get("adapter", "lora")  # the first ones did not say
-    if adapter != "lora":
-        raise SystemExit(f"{source.path} has adapter={adapter}, and only lora has this format")
-    return sizes
-
-
 def export_adapter(source, path):
     """Write a directory that peft's PeftModel.from_pretrained opens."""
     if not source.base:
         raise SystemExit(f"{source.path} has no adapters: leave out --adapter")
     save = package("safetensors.torch", "a Hugging Face directory").save
-    sizes = lora_sizes(source)
+    sizes = source.header["model_args"]
     tensors = {}
     for key in source.shapes:
         state, _, name = key.partition(".")

@@ -15,27 +15,14 @@ A checkpoint has only the adapters and their moments, and names the base in its 
 
 import math
 import re
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from configurator import DTYPES
 from model import derive_seed
-
-
-@dataclass
-class AdapterConfig:
-    lora_rank: int = 16  # rows of lora_A, columns of lora_B
-    lora_alpha: float = 32.0  # the adapters' output is scaled by lora_alpha / lora_rank
-    lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'; empty: all
-
-    def __post_init__(self):
-        if self.lora_rank < 1:
-            raise ValueError(
-                f"lora_rank={self.lora_rank} must be at least 1; to train without adapters pass "
-                "--adapter=")
 
 
 class LoRALinear(nn.Linear):
@@ -47,7 +34,13 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(model, cfg):
-    """Put adapters beside the linear layers of a frozen model on the meta device, in place."""
+    """Freeze a model on the meta device, as the base, and put LoRA's matrices beside its linear
+    layers, in place."""
+    # Checkpoints leave these out. Not a set: all ranks fill them in the same order.
+    model.base_names = tuple(name for name, _ in model.named_parameters())
+    for p in model.parameters():
+        p.requires_grad_(False)
+        p.data = p.data.to(DTYPES[cfg.frozen_dtype])
     for module in targets(model, cfg.lora_targets).values():
         # No wrapper: it would change the names of the base's parameters.
         module.__class__ = LoRALinear

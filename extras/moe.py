@@ -96,8 +96,6 @@ class Block(nn.Module):
 
 
 class MoE(GPT):
-    fp32_names = "router"  # sharded runs do not round these (from torch 2.15 on)
-
     def __init__(self, config):
         super().__init__(config)
         blocks = [Block(config) for _ in range(config.n_layer)]

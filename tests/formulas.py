@@ -77,9 +77,9 @@ def traffic(model, cfg, world):
     if STRATEGIES[cfg.strategy].in_groups:
         sent["all_reduce", world.size // g] += trained  # between the groups, once a step
     if STRATEGIES[cfg.strategy].sharded:
-        for unit in units:
+        for i, unit in enumerate(units):
             size = gathered(unit, cfg, g)
-            first, again = times_gathered(model, cfg, unit, A, syncs, is_root=unit is units[-1])
+            first, again = times_gathered(model, cfg, units, i, A, syncs)
             sent["all_gather", g] += first * size
             if again:
                 sent["all_gather", cfg.reshard_group_size or g] += again * size
@@ -95,18 +95,20 @@ def traffic(model, cfg, world):
     return dict(sent)
 
 
-def times_gathered(model, cfg, unit, A, syncs, is_root):
-    """(in forward, in backward). ZeRO-2: once a reduction. ZeRO-3: for each forward, and for each
-    backward that comes by; the root is still there from forward, and an embedding's backward does
-    not read its table."""
-    if STRATEGIES[cfg.strategy].keeps_gathered:
+def times_gathered(model, cfg, units, i, A, syncs):
+    """Of unit i (in forward, in backward). ZeRO-2: once a reduction. ZeRO-3: for each forward, and
+    for each backward that comes by, or comes to the unit after it, since FSDP2 gathers one ahead.
+    The root is still there from forward, and an embedding's backward does not read its table."""
+    if not STRATEGIES[cfg.strategy].reshard_after_forward:
         return syncs, 0
+    if i == len(units) - 1:  # the root
+        return A, 0
     first = [p.requires_grad for p in model.parameters()].index(True)
     before = [id(p) for p in model.parameters()][:first]  # backward never comes there
-    reached = any(id(p) not in before for p in unit.values())
+    reached = any(id(p) not in before for unit in units[i:i + 2] for p in unit.values())
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    is_table = all(any(p is table for table in tables) for p in unit.values())
-    return A, A if reached and not is_root and not is_table else 0
+    is_table = all(any(p is table for table in tables) for p in units[i].values())
+    return A, A if reached and not is_table else 0
 
 
 def gathered(unit, cfg, g):

@@ -77,10 +77,8 @@ import ranks  # noqa: E402
 import train  # noqa: E402
 from configurator import (  # noqa: E402
     STRATEGIES,
-    class_with,
-    config_class,
     load_config,
-    model_config,
+    make_config,
     model_file,
     resolve,
 )
@@ -404,7 +402,7 @@ def two_each(world):
 
 def keys_of(model):
     """TINY, as far as --model=model has its keys."""
-    names = {f.name for f in fields(config_class(model))}
+    names = configurator.keys_of(model)
     return {key: value for key, value in {**TINY, **OTHERS}.items() if key in names}
 
 
@@ -420,7 +418,7 @@ for name, row in STRATEGIES.items():
 def tiny(tmp, model="gpt2", **overrides):
     """The config of a small run on the toy data of the fixture `tmp`."""
     keys = {**keys_of(model), "vocab_size": 67, "dataset": os.path.join(tmp, "toy"), **overrides}
-    return class_with(config_class(model), keys)(**keys)
+    return make_config({"model": model, **keys})
 
 
 def plain_gpt(model=GPT, seed=1337, **sizes):
@@ -431,7 +429,7 @@ def plain_gpt(model=GPT, seed=1337, **sizes):
 
 def plain_model(cfg):
     """The config's model outside of any strategy, and its initial values."""
-    return initialized(model_file(cfg.model).Model(model_config(cfg)), cfg.seed)
+    return initialized(model_file(cfg.model).Model(cfg.sizes), cfg.seed)
 
 
 def initialized(model, seed):
@@ -594,9 +592,7 @@ def run_compiled(**run):
 @contextmanager
 def no_compiler():
     """Compile by a backend that traces like any other and needs no C++ compiler."""
-    with (patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
-          patch.object(shutil, "which", lambda name: name),  # so resolve() finds one
-          patch.object(configurator, "PYTHON_H", __file__)):
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         yield
     torch._dynamo.reset()
 

@@ -16,6 +16,7 @@ from harness import built, on_ranks, plain_gpt, run_training, steps, tiny, value
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import activations
 import fsdp
 import train
 from optimizer import allocate_state
@@ -61,7 +62,7 @@ def backward(dtype, *how):
     the blocks' inputs, what went through save_on_cpu, what save_on_cpu was asked for)."""
     gpt, inputs, packed, asked = plain_gpt(dropout=0.1).train(), [], [], []
     if how:
-        fsdp.checkpoint_activations(gpt.blocks, *how)
+        activations.checkpoint_activations(gpt.blocks, *how)
     for block in gpt.blocks:
         block.register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
     save_on_cpu = torch.autograd.graph.save_on_cpu
@@ -99,7 +100,8 @@ def test_activations_offload_moves_the_blocks_inputs_and_no_weights(dtype):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
     cfg = tiny(tmp, strategy="single", activation_checkpointing="full", activation_offload=True)
-    with (patch.object(fsdp, "checkpoint_activations") as asked, patch.object(fsdp, "allocate")):
+    with (patch.object(activations, "checkpoint_activations") as asked,
+          patch.object(fsdp, "allocate")):
         train.parallelize(plain_gpt(), cfg, World(device=torch.device(device)))
     pinned = asked.call_args.kwargs["pin_memory"]
     assert pinned == (device == "cuda")
@@ -123,7 +125,7 @@ def test_activations_selective_keeps_every_product(product):
             return op(*args, **(kwargs or {}))
 
     def both(mode):
-        fsdp.checkpoint_activations([block], mode)
+        activations.checkpoint_activations([block], mode)
         ran.clear()
         with Listen():
             block.forward(q).sum().backward()
@@ -132,7 +134,7 @@ def test_activations_selective_keeps_every_product(product):
     plain, selective = both("none"), both("selective")
     again = {op: n - plain[op] for op, n in selective.items() if n > plain[op]}
     assert torch.ops.aten.gelu in again
-    assert again.keys().isdisjoint(fsdp.PRODUCTS) and plain.keys() & fsdp.PRODUCTS
+    assert again.keys().isdisjoint(activations.PRODUCTS) and plain.keys() & activations.PRODUCTS
 
 
 def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix():
@@ -142,7 +144,7 @@ def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix
         p.requires_grad_("h.1" in name or "h.2" in name)
     for i, block in enumerate(gpt.blocks):
         block.ln_1.register_forward_hook(lambda *args, i=i: ran.update([i]))
-    fsdp.checkpoint_activations(gpt.blocks, "full")
+    activations.checkpoint_activations(gpt.blocks, "full")
     idx = torch.arange(32).view(2, 16)
     gpt(idx, idx)[1].backward()
     assert ran == {0: 1, 1: 2, 2: 2}
@@ -152,11 +154,11 @@ def test_activations_a_block_that_is_listed_twice_is_wrapped_once():
     block, ran = torch.nn.Linear(4, 4), Counter()
     forward = block.forward
     block.forward = lambda x: ran.update(["forward"]) or forward(x)
-    fsdp.checkpoint_activations([block, block], "full")
+    activations.checkpoint_activations([block, block], "full")
     block(torch.ones(2, 4)).sum().backward()
     assert ran["forward"] == 2
     with patch.object(torch, "compile", lambda f, **options: ran.update(["compiled"]) or f):
-        fsdp.compile_blocks([block, block])
+        activations.compile_blocks([block, block])
     assert ran["compiled"] == 1
 
 
@@ -164,7 +166,7 @@ def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keywo
     block, ran = torch.nn.Linear(4, 4).requires_grad_(False), Counter()
     forward = block.forward
     block.forward = lambda *, x: ran.update(["forward"]) or forward(x)
-    fsdp.checkpoint_activations([block], "full")
+    activations.checkpoint_activations([block], "full")
     x = torch.ones(2, 4)
     block(x=x)
     assert ran["forward"] == 1
@@ -172,55 +174,8 @@ def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keywo
     assert ran["forward"] == 3
 
 
-@pytest.mark.parametrize("norm", [torch.nn.BatchNorm1d, torch.nn.LayerNorm])
-def test_activations_a_buffer_that_changes_is_refused_where_it_would_change_twice(norm):
-    """Compiled, the graph recomputes without its effects, and BatchNorm's count is right."""
-    block = torch.nn.Sequential(torch.nn.Linear(4, 4), norm(4))
-    block[0].register_buffer("table", torch.ones(4))  # changes never
-    changes = norm is torch.nn.BatchNorm1d
-    fsdp.checkpoint_activations([block], "full")
-    x = torch.randn(3, 4)
-    if changes:
-        with pytest.raises(ValueError, match="Sequential changes its buffers"):
-            block(x)
-    else:
-        block(x).sum().backward()
-    block.eval()
-    block(x).sum().backward()
-    if changes:
-        block.train()
-        block[1].reset_running_stats()
-        block.forward = torch.compile(block.forward, backend="aot_eager")
-        block(x).sum().backward()
-        assert block[1].num_batches_tracked == 1
-
-
 # -----------------------------------------------------------------------------
 # DDP's gradients; the CPU's threads
-
-
-def case_reduce(tmp):
-    """[what is all-reduced, relative error of the gradients, their sum] for each reduce_dtype."""
-    all_reduce = torch.distributed.all_reduce
-    out, exact = [], None
-    for reduce_dtype, dtype in (("float32", "float32"), ("bfloat16", "float32"),
-                                ("float16", "float32"), ("float16", "bfloat16")):
-        run = built(tmp, strategy="ddp", reduce_dtype=reduce_dtype, dtype=dtype)
-        with patch.object(torch.distributed, "all_reduce", wraps=all_reduce) as sent:
-            run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
-        grads = torch.cat([p.grad.flatten() for p in run.model.parameters()])
-        exact = grads if exact is None else exact
-        dtypes = {str(call.args[0].dtype) for call in sent.call_args_list}  # none: DDP's C++ does
-        out.append([[*dtypes], ((grads - exact).norm() / exact.norm()).item(), grads.sum().item()])
-    return out
-
-
-def test_ddp_reduces_in_reduce_dtype_without_nccl(tmp):
-    first, second = values(on_ranks(2, {"": (case_reduce, dict(tmp=tmp))}), "")
-    assert first == second
-    (fp32, exact, _), (bf16, some, _), (fp16, fewer, _), (mixed, _, _) = first
-    assert fp32 == [] and bf16 == ["torch.bfloat16"] and fp16 == mixed == ["torch.float16"]
-    assert exact == 0 < fewer < some < 2**-7 and fewer < 2**-9
 
 
 def case_storages(tmp, first_bucket):

@@ -25,8 +25,11 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import functional as F
 
+import activations
+import checks
 import fsdp
 
+IN_BF16 = fsdp.mixed_precision(torch.bfloat16)
 ROWS = {}  # {the beginning of a row: its case}
 
 
@@ -80,12 +83,17 @@ def backward(model, loss=square):
     loss(model, inputs(dist.get_rank())).backward()
 
 
+def reshard(model):
+    with fsdp.inference(model):
+        pass  # at its end nothing is gathered
+
+
 def assert_exact(model, plain, loss=square, limit=1e-6):
     """The sharded model's gradients are the mean of the plain one's over the ranks' inputs."""
     backward(model, loss)
     for rank in range(dist.get_world_size()):
         (loss(plain, inputs(rank)) / dist.get_world_size()).backward()
-    fsdp.reshard(model)
+    reshard(model)
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         if q.requires_grad:
             error = (p.grad.full_tensor() - q.grad).norm() / q.grad.norm()
@@ -116,10 +124,10 @@ def case_different_units():
     # It says nothing of units in units, recomputed, prefetched, in host memory; two forwards
     # before a backward.
     model = Net(Block)
-    fsdp.checkpoint_activations(model.blocks, "full")
+    activations.checkpoint_activations(model.blocks, "full")
     units = [m for block in model.blocks for m in (block.inner, block)]
     sharded(model, units, cpu_offload=0.5, prefetch_units=1)
-    with fsdp.check_units(model):
+    with checks.check_units(model):
         for _ in range(2):
             loss = square(model, inputs(rank)) + square(model, inputs(rank))
             loss.backward()
@@ -129,7 +137,7 @@ def case_different_units():
             (rank, "['forward of blocks.1', 'forward of blocks.0']"),
             ([None, 2][rank], "['forward of blocks.2', 'end of forward of the root'")):
         model = sharded(Skips())
-        with says(said, ValueError), fsdp.check_units(model):
+        with says(said, ValueError), checks.check_units(model):
             backward(model)  # the same on both ranks: nothing is said
             model.skipped = skipped
             model(inputs(rank))
@@ -139,7 +147,7 @@ def case_different_units():
 def case_one_forward_more():
     rank = dist.get_rank()
     model = sharded(Net())
-    with says("'the end of check_units'", ValueError), fsdp.check_units(model):
+    with says("'the end of check_units'", ValueError), checks.check_units(model):
         with torch.no_grad():
             for _ in range(1 + rank):
                 model(inputs(rank))
@@ -158,7 +166,7 @@ def case_one_forward_more():
                 given.append(x)
 
     model, plain = sharded(Net()), Net()
-    with fsdp.check_units(model), fsdp.inference(model):
+    with checks.check_units(model), fsdp.inference(model):
         given = generate([2, 4], inputs(rank))
     assert len(given) == [2, 4][rank]
     x = inputs(rank)
@@ -198,7 +206,7 @@ def case_another_head():
         units = [*model.blocks, *model.heads]
         sharded(model, units, reshard_after_forward=not keeps)
         with says("['backward of heads.0', 'backward of heads.1']", ValueError):
-            with fsdp.check_units(model):
+            with checks.check_units(model):
                 model(inputs(rank), rank).backward()
 
     class Two(nn.Linear):
@@ -216,7 +224,7 @@ def case_another_head():
     model = OneOrBoth(lambda: Two(8, 8))
     del model.blocks[1:]
     sharded(model)
-    with fsdp.check_units(model):
+    with checks.check_units(model):
         backward(model)
 
     # The error that check_units prevents, and the two remedies.
@@ -234,7 +242,7 @@ def case_another_head():
         assert (error < 1e-6) == (in_root or is_touched), error
         if in_root or is_touched:
             model.zero_grad()
-            with fsdp.check_units(model):
+            with checks.check_units(model):
                 model(inputs(rank), rank).backward()
 
 
@@ -251,11 +259,11 @@ def case_backward_ends_earlier():
     model = sharded(Towers())
     model.is_touched = False
     with says("['backward of blocks.0', 'end of backward']", ValueError):
-        with fsdp.check_units(model):
+        with checks.check_units(model):
             model(inputs(rank), has_image=rank == 0).backward()
     model = sharded(Towers())
     model.is_touched = True
-    with fsdp.check_units(model):
+    with checks.check_units(model):
         model(inputs(rank), has_image=rank == 0).backward()
 
 
@@ -321,7 +329,7 @@ def case_containers():
             with torch.set_grad_enabled(is_training):
                 found = model(x)[1]
                 assert str(found) == str(given)  # nothing is said, and the change is lost
-                with says("unit changed a list", ValueError), fsdp.check_units(model):
+                with says("unit changed a list", ValueError), checks.check_units(model):
                     model(x)
 
     class AppendsOnOne(nn.Linear):
@@ -332,7 +340,7 @@ def case_containers():
 
     model = Calls(AppendsOnOne, [])
     sharded(model, [model.unit])
-    with says("unit changed a list", ValueError), fsdp.check_units(model):
+    with says("unit changed a list", ValueError), checks.check_units(model):
         model(x)  # both ranks say it
 
     class Returns(nn.Linear):
@@ -353,7 +361,7 @@ def case_containers():
         return Returns(8, 8)
 
     model = sharded(Keeps(block))
-    with fsdp.check_units(model):
+    with checks.check_units(model):
         assert_exact(model, Keeps(block))
 
 
@@ -513,8 +521,23 @@ def case_evaluation_before_step():
     backward(model)
     with torch.no_grad():
         model(inputs(0))
-    with says("not even an evaluation", ValueError):
+    with says("head.weight is not sharded, so its gradient is out of sight", ValueError):
         fsdp.clip_grad_norm(model, 1.0)
+
+
+@row("a parameter that is added after `shard`")
+def case_late_parameter():
+    def net():
+        model = Net()
+        model.head = nn.Linear(8, 4)
+        return model
+
+    model = sharded(Net())
+    model.head = nn.Linear(8, 4)
+    backward(model)
+    with says("head.weight is not sharded", ValueError):
+        fsdp.clip_grad_norm(model, 1.0)
+    assert_exact(sharded(net()), net())
 
 
 @row("an optimizer made before `shard`")
@@ -522,8 +545,8 @@ def case_early_optimizer():
     model = Net()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     with says("make it after `shard`"):
-        fsdp.zero_grad(sharded(model), early)
-    fsdp.zero_grad(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        checks.after_building(sharded(model), early)
+    checks.after_building(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @row("an optimizer made after a forward")
@@ -539,7 +562,7 @@ def case_late_optimizer():
     backward(model)
     model(inputs(0))
     late = torch.optim.SGD(model.parameters(), lr=0.1)
-    fsdp.reshard(model)
+    reshard(model)
     in_time = torch.optim.SGD(model.parameters(), lr=0.1)
     is_moved = moved(model, late)
     assert dist.get_rank() or is_moved == 6 * [True] + 2 * [False]  # the head is the root's
@@ -554,13 +577,14 @@ def case_trained_in_bf16():
     model = Net()
     model.blocks[1].to(torch.bfloat16)
     with says("blocks.1.weight trains in torch.bfloat16"):
-        sharded(model)
-    sharded(model.float())
+        checks.before_sharding(model)
+    checks.before_sharding(model.float())
     model = Net().to(torch.bfloat16)
     model.requires_grad_(False)
+    checks.before_sharding(model)
     model.blocks[1].lora = nn.Parameter(torch.ones(8))  # in fp32, beside bf16 that is frozen
     register_lora(model.blocks[1])
-    sharded(model, param_dtype=torch.bfloat16)
+    sharded(model, mp_policy=IN_BF16)
     backward(model)
     assert model.blocks[1].lora.grad.dtype == torch.float32
     assert model.blocks[1].weight.to_local().dtype == torch.bfloat16
@@ -591,13 +615,12 @@ def case_shared_module():
             block.inner = model.blocks[0].inner
         return model
 
-    with says("several units share blocks.0.inner"):
+    with says("Cannot concatenate overlapping meshes"):
         sharded(net())
     for options in (dict(), dict(reshard_after_forward=False), dict(cpu_offload=0.5)):
         model = net()
-        units = fsdp.find_units(model, model.blocks)
-        assert units == [model.blocks[0].inner, *model.blocks]
-        fsdp.checkpoint_activations(model.blocks, "full")
+        units = [model.blocks[0].inner, *model.blocks]
+        activations.checkpoint_activations(model.blocks, "full")
         assert_exact(sharded(model, units, **options), net())
     # One block in three places, as ALBERT's.
     model, plain = Net(Block), Net(Block)
@@ -636,9 +659,9 @@ def case_meta_buffer():
     model = Net()
     model.register_buffer("table", torch.ones(8, device="meta"))
     with says("table is on the meta device", ValueError):
-        sharded(model)
+        checks.before_sharding(model)
     model.table = torch.ones(8)
-    sharded(model)
+    checks.before_sharding(model)
 
 
 class Normed(nn.Module):
@@ -679,14 +702,12 @@ def case_checkpointed_statistics():
             model = Net(Normed)
             for block in model.blocks:
                 block.norm = norm(8)
-            fsdp.checkpoint_activations(model.blocks, mode)
-            sharded(model)
-            with says("forward of a FSDPNormed changes its buffers", ValueError):
-                backward(model)
-            model.eval()
-            backward(model)  # changes none
+            activations.checkpoint_activations(model.blocks, mode)
+            backward(sharded(model))
+            if norm is nn.BatchNorm1d:
+                assert model.blocks[0].norm.num_batches_tracked == 2
     model, plain = Net(Normed), Net(Normed)
-    fsdp.checkpoint_activations([block.linear for block in model.blocks], "full")
+    activations.checkpoint_activations([block.linear for block in model.blocks], "full")
     assert_exact(sharded(model), plain)
     assert model.blocks[0].norm.num_batches_tracked == 1
 
@@ -708,21 +729,21 @@ def case_fp32_buffers():
 
     Turns.casts = False
     with says("expected m1 and m2 to have the same dtype"):
-        backward(sharded(Net(Turns), param_dtype=torch.bfloat16))
+        backward(sharded(Net(Turns), mp_policy=IN_BF16))
     Turns.casts = True
-    assert_exact(sharded(Net(Turns), param_dtype=torch.bfloat16), Net(Turns), limit=0.03)
+    assert_exact(sharded(Net(Turns), mp_policy=IN_BF16), Net(Turns), limit=0.03)
 
 
 @row("BatchNorm, with `param_dtype=torch.bfloat16`")
 def case_batchnorm_in_bf16():
     with says("expected scalar type BFloat16 but found Float"):
-        backward(sharded(Net(Normed), param_dtype=torch.bfloat16))
+        backward(sharded(Net(Normed), mp_policy=IN_BF16))
     model = Net(Normed)
     mesh = fsdp.make_mesh("cpu")
     in_fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
     for block in model.blocks:
         fully_shard(block.norm, mesh=mesh, mp_policy=in_fp32)
-    assert_exact(sharded(model, mesh=mesh, param_dtype=torch.bfloat16), Net(Normed), limit=0.05)
+    assert_exact(sharded(model, mesh=mesh, mp_policy=IN_BF16), Net(Normed), limit=0.05)
     assert model.blocks[0].norm.running_mean.dtype == torch.float32
 
 
@@ -821,12 +842,12 @@ def case_use_cache():
         model.config.use_cache = False
         if model.config.is_encoder_decoder:
             model.decoder.config.use_cache = False
-        fsdp.checkpoint_activations(model.blocks, mode)
+        activations.checkpoint_activations(model.blocks, mode)
 
     for i in range(2):
         plain = decoders()[i].train()
         model = decoders()[i].train()
-        fsdp.checkpoint_activations(model.blocks, "selective")
+        activations.checkpoint_activations(model.blocks, "selective")
         with says("encountered during backward but not found in storage"):
             backward(sharded(model), loss)
         for mode in ("selective", "full"):
@@ -855,7 +876,7 @@ def case_generate():
                 model.generate(x, **wanted)
             model = sharded(decoders()[i])
             register_fsdp_forward_method(model, "generate")
-        with fsdp.check_units(model), fsdp.inference(model):
+        with checks.check_units(model), fsdp.inference(model):
             assert torch.equal(model.generate(x, **wanted), expected)
 
 

@@ -8,7 +8,6 @@ import ast
 import glob
 import os
 import re
-import shutil
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -16,15 +15,14 @@ import pytest
 import torch
 from harness import HERE, of_ours, refused, script, tiny
 
-import configurator
 import train
 from configurator import (
     AFFECTS_RESULTS,
     Config,
     as_dict,
     best_dtype,
-    config_class,
     differences,
+    keys_of,
     load_config,
     model_args,
     resolve,
@@ -43,8 +41,8 @@ def test_config_order_and_types(tmp_path):
                     "wandb_run_name = 'x' + str(time.time())\n")
     cfg = load_config(["--max_iters=1e4", "--n_layer=4", str(path), "--n_layer=3",
                        "--wandb_project=a=b", "--bias=true"])
-    got = cfg.max_iters, cfg.lr_decay_iters, cfg.warmup_iters, cfg.n_layer, cfg.wandb_project
-    assert got == (10, 20, 4, 3, "a=b") and cfg.bias is True
+    got = cfg.max_iters, cfg.lr_decay_iters, cfg.warmup_iters, cfg.sizes.n_layer, cfg.wandb_project
+    assert got == (10, 20, 4, 3, "a=b") and cfg.sizes.bias is True
     assert type(cfg.learning_rate) is float
     assert load_config([str(path), "--max_iters=1e4"]).max_iters == 10000
 
@@ -74,7 +72,7 @@ def test_config_help_lists_every_key():
 
 
 def keys(model):
-    return [f for f in fields(config_class(model)) if f.name != "given"]
+    return [*keys_of(model).values()]
 
 
 def text_of(*patterns):
@@ -91,7 +89,7 @@ NO_NUMBERS = set("""
     reduce_dtype wrap_min_params cpu_offload activation_checkpointing activation_offload loss_chunks
     prefetch_blocks grad_sync loss_scale reshard_group_size""".split())
 REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias",
-           "adapter"}  # if changed
+           "lora_rank", "lora_alpha", "lora_targets"}  # if changed
 
 
 def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
@@ -99,7 +97,7 @@ def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
     assert set(AFFECTS_RESULTS) == rest
     cfg = load_config([])
     for key in AFFECTS_RESULTS:
-        (line,) = differences({**vars(cfg), key: "other"}, cfg)
+        (line,) = differences({**as_dict(cfg), key: "other"}, cfg)
         assert line.startswith(f"{key}=") and "(was 'other')" in line
 
 
@@ -116,15 +114,15 @@ def test_config_every_key_is_read_and_tested():
     """A key that no code reads, or no test sets, is a defect."""
     code = text_of("[!t]*.py", "train.py", "data/*.py")
     tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
-    require_read_and_tested(keys("gpt2"), code, tests)
+    ours = [f for f in keys("gpt2") if not f.name.startswith(("lora_", "frozen_dtype"))]
+    require_read_and_tested(ours, code, tests)
 
 
 def require_read_and_tested(keys, code, tests):
-    """Code reads train.py's keys from `cfg`, and a model's or an adapter's own keys from `config`
-    or `cfg`."""
+    """Code reads train.py's keys from `cfg`, and a model's own keys from `config`."""
     ours = {f.name for f in fields(Config)}
     for f in keys:
-        owner = "cfg" if f.name in ours else "(config|cfg)"
+        owner = "cfg" if f.name in ours else r"(config|cfg\.sizes)"
         assert re.search(rf"\b{owner}\.{f.name}\b", code), f"nothing reads {f.name}"
         assert re.search(rf"\b{f.name}\b", tests), f"no test or config sets {f.name}"
 
@@ -161,25 +159,13 @@ def other(models):
 def test_config_model_brings_its_own_keys(other):
     model = other()
     cfg = load_config(["--batch_size=3", model, "--bias=-2", "--kind=2"])
-    assert (cfg.model, cfg.batch_size, cfg.bias, cfg.kind) == ("other", 3, -2.0, 2)
-    assert not hasattr(cfg, "n_layer")
+    assert (cfg.model, cfg.batch_size, cfg.sizes.bias, cfg.sizes.kind) == ("other", 3, -2.0, 2)
+    assert not hasattr(cfg.sizes, "n_layer")
     for argv, said in (([model, "--kind=3"], "kind=3 .*1, 2"),
                        ([model, "--n_layer=2"], "n_layer.*model=other"),
                        (["--n_layer=2", model], "n_layer.*model=other"),
                        (["--kind=2", model], "kind.*model=gpt2.*--model comes first")):
         assert re.search(said, refused(load_config, argv))
-
-
-def test_config_a_run_has_one_adapter(models):
-    """A key of a second one would be lost."""
-    for name in ("one", "two"):
-        (models / f"{name}.py").write_text(
-            "from dataclasses import dataclass\n@dataclass\n"
-            f"class AdapterConfig:\n    {name}_n: int = 1\ndef adapt(model, cfg): ...\n")
-    assert load_config(["--one_n=2"]).one_n == 2
-    for argv in (["--one_n=2", "--two_n=2"], ["--one_n=2", "--adapter=two"]):
-        assert "one_n" in refused(load_config, argv) and "'two'" in refused(load_config, argv)
-    assert load_config(["--one_n=2", "--adapter="]).adapter == ""
 
 
 def test_config_help_of_another_model(other, capsys):
@@ -248,20 +234,3 @@ def test_config_auto_dtype_is_what_the_device_is_fast_at(tmp, monkeypatch):
     for capability, dtype in (((9, 0), "bfloat16"), ((8, 0), "bfloat16"), ((7, 5), "float16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert best_dtype(torch.device("cuda")) == dtype
-
-
-@pytest.mark.parametrize("kind, words", [("cpu", "g++ or clang++"), ("cuda", "gcc or clang")])
-def test_config_compile_asks_for_a_compiler(tmp, tmp_path, monkeypatch, kind, words):
-    """Of C++ on a CPU. On a GPU Triton wants one of C. And for Python's headers."""
-    world, cfg = World(device=torch.device(kind)), tiny(tmp, compile=True)
-    headers = tmp_path / "Python.h"
-    monkeypatch.setattr(configurator, "PYTHON_H", str(headers))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    said = refused(resolve, cfg, world)
-    assert said.startswith("compile=True ") and f"needs {words};" in said
-    monkeypatch.setattr(shutil, "which", {words.split()[0]: "/bin/it"}.get)
-    said = refused(resolve, cfg, world)
-    assert said.startswith("compile=True ") and str(headers) in said and "--compile=False" in said
-    assert not resolve(tiny(tmp, compile=False), world).compile
-    headers.touch()
-    assert resolve(cfg, world).compile

@@ -39,6 +39,7 @@ from harness import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import activations
 import configurator
 import fsdp
 import sample
@@ -557,7 +558,7 @@ def recomputation(cfg):
             name = type(module).__name__
             remedy = f"torch's {name} changes products in place on CPUs; use full or none"
     expected = loss_and_gradients(ours)
-    fsdp.checkpoint_activations(ours.blocks, "selective")
+    activations.checkpoint_activations(ours.blocks, "selective")
     with asked(f"{key} fails: {remedy}"):
         values = loss_and_gradients(ours)
     compare_values(values, expected, key, remedy)

@@ -49,20 +49,17 @@ resolve TOY
   --activation_offload=True | --activation_checkpointing=full
   --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full
   --compile=True --activation_checkpointing=full --activation_offload=True | --compile=False
-  --backend=nccl | --backend=auto
   --dtype=float8 --cpu_offload=0.5 | --dtype=bfloat16
-  --dtype=bfloat16 --loss_scale=4 | --loss_scale=65536, or --dtype=float16
-  --strategy=full_shard --reshard_group_size=3 | divisor of 2
-  --strategy=full_shard --reshard_group_size=1 | divisor of 2, from 2 on
   --strategy=full_shard --dtype=float8 --reshard_group_size=2 | --reshard_group_size=0
   --strategy=shard_grad_op --reshard_group_size=2 | full_shard, hybrid_shard
-  --strategy=hybrid_shard --shard_group_size=1 --reshard_group_size=2 | divisor of 1
+  --strategy=ddp --reduce_dtype=bfloat16 | full_shard
+  --lora_alpha=8; --lora_targets=c_attn; --dtype=bfloat16 --frozen_dtype=bfloat16 | --lora_rank
   --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
   --compile=True --loss_chunks=2 --wrap_min_params=9 | --wrap_min_params=0
   --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0
 train.py TOY
   --strategy=full_shard | torchrun
-  --reduce_dtype=bfloat16; --grad_sync=last | it is for ddp
+  --grad_sync=last | it is for ddp
   --dataset=nowhere; --dataset=LONG | data/prepare.py
   --dataset=ODD/folder | file of tokens
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again

@@ -37,20 +37,10 @@ def test_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tie
     assert fsdp.find_units(gpt, gpt.blocks) == expected
 
 
-def test_units_are_what_blocks_share_and_then_the_blocks():
-    """The outermost of it that is called and has parameters, and each block once. (On ranks:
-    test_asked.py.)"""
-    mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    listed = nn.ModuleList([nn.Linear(4, 4)])  # a list is never called
-    blocks = []
-    for _ in range(3):
-        block = nn.Module()
-        block.own, block.mlp, block.listed = nn.Linear(4, 4), mlp, listed
-        block.dropout = blocks[0].dropout if blocks else nn.Dropout()  # nothing to gather
-        blocks.append(block)
-    model = nn.Module()
-    model.blocks = nn.ModuleList([*blocks, blocks[0]])  # one of them twice
-    assert fsdp.find_units(model, model.blocks) == [mlp, listed[0], *blocks]
+def test_units_have_a_block_that_is_used_twice_once():
+    block, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(block, other, block)
+    assert fsdp.find_units(model, model) == [block, other]
 
 
 @pytest.mark.parametrize("n, fraction, expected", [

@@ -55,7 +55,7 @@ def measured(cfg, world, steps, trace):
     torch.cuda.synchronize()
     seconds = [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
-    tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size / world.size
+    tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.sizes.block_size / world.size
     found = dict(seconds=median(seconds), fastest=min(seconds), slowest=max(seconds), steps=steps)
     peak = peak_flops(world.device)
     if found["seconds"]:

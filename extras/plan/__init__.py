@@ -100,7 +100,7 @@ def times(program, cfg, size, machine):
 def of_a_step(cfg, size):
     """(micro-batches, tokens) per GPU, if there are `size` GPUs."""
     micro_batches = cfg.gradient_accumulation_steps // size
-    tokens = micro_batches * cfg.batch_size * cfg.block_size
+    tokens = micro_batches * cfg.batch_size * cfg.sizes.block_size
     return micro_batches, tokens
 
 
@@ -136,7 +136,7 @@ def place(cfg, size, machine):
     row = STRATEGIES[cfg.strategy]
     if not row.in_groups:
         keys["shard_group_size"] = 0  # another row may need it
-    if not row.sharded or row.keeps_gathered:
+    if not row.sharded or not row.reshard_after_forward:
         keys["reshard_group_size"] = 0  # the same
     if cfg.dtype == "auto" and device.type == "cuda":
         # Resolved here, since this machine may have no GPU.
@@ -306,7 +306,7 @@ def main(argv):
     print(
         f"{title} of {memory:.0f} GiB, {placed.dtype}; {describe_units(model, cfg)}\n"
         f"planned with gradient_accumulation_steps={steps}{instead}, a multiple of {size}: "
-        f"{steps // size} x batch_size {cfg.batch_size} x {cfg.block_size:,} tokens per GPU "
+        f"{steps // size} x batch_size {cfg.batch_size} x {cfg.sizes.block_size:,} tokens per GPU "
         "and step")
     if machine.cluster:
         machine.flops_per_token = flops_per_token(model, World())

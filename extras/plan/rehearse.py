@@ -73,7 +73,7 @@ def rehearse(cfg, world, attention="flash2"):
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     try:
-        with stand_ins(fake, ledger, cfg, on_gpu, attention):
+        with stand_ins(fake, ledger, on_gpu, attention):
             world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
             model = train.meta_model(cfg)
             ledger.unit_names = name_units(model)
@@ -112,7 +112,7 @@ def step(wrapped, model, cfg, world, ledger):
     optimizer.register_step_pre_hook(label_gradients)
     place_marks(model, optimizer, ledger)
 
-    x = torch.empty(cfg.batch_size, cfg.block_size, dtype=torch.int64)
+    x = torch.empty(cfg.batch_size, cfg.sizes.block_size, dtype=torch.int64)
     batches = SimpleNamespace(
         get=lambda step, micro: (x, x, 1.0),
         prefetch_next=lambda step, micro: None,
@@ -333,7 +333,7 @@ def storage_of(t):
 
 
 @contextmanager
-def stand_ins(fake, ledger, cfg, on_gpu, attention):
+def stand_ins(fake, ledger, on_gpu, attention):
     """Replace parts of PyTorch: where fake tensors need it, where memory changes unseen, and
     where a CPU's kernel keeps other tensors for backward than a GPU's."""
     resize = torch.UntypedStorage.resize_
@@ -415,8 +415,7 @@ def stand_ins(fake, ledger, cfg, on_gpu, attention):
         patch.object(fsdp, "fully_shard", listed_fully_shard),
         patch.object(fsdp, "materialize", fake_materialize),
         patch.object(fsdp, "clip_grad_norm", marked_clip),
-        patch.object(
-            fsdp, "DistributedDataParallel", ddp_in(getattr(torch, cfg.reduce_dtype), ledger)),
+        patch.object(fsdp, "DistributedDataParallel", ddp_in(ledger)),
     ]
     for name in ("unshard", "reshard", "post_backward"):
         method = of_unit(getattr(FSDPParamGroup, name))
@@ -460,7 +459,7 @@ def gpu_kernels(attention):
     ]
 
 
-def ddp_in(reduce_dtype, ledger):
+def ddp_in(ledger):
     """A class in place of DDP, whose reducer is C++ and needs real memory: it reduces each
     gradient by itself, which holds and sends as many bytes as buckets do."""
 
@@ -469,7 +468,6 @@ def ddp_in(reduce_dtype, ledger):
             super().__init__()
             self.module = module
             self.require_backward_grad_sync = True  # fsdp.set_grad_sync sets it
-            self.copies = []  # in reduce_dtype; NCCL keeps them until all is reduced
             self.stream = torch.cpu.Stream()  # DDP reduces beside backward
             self.blocks = {p: block for block in module.blocks for p in block.parameters()}
             for p in module.parameters():
@@ -479,16 +477,12 @@ def ddp_in(reduce_dtype, ledger):
         def forward(self, *args):
             return self.module(*args)
 
-        def register_comm_hook(self, state, hook):
-            """DDP's hook reduces in reduce_dtype, and so does this class."""
-
         def reduce(self, p):
             if self.require_backward_grad_sync:
-                self.copies.append(p.grad.to(reduce_dtype))
                 self.stream.wait_stream(torch.cpu.current_stream())
                 unit = self.blocks.get(p, self.module)
                 with ledger.busy_with(unit), torch.cpu.stream(self.stream):
-                    dist.all_reduce(self.copies[-1])
+                    dist.all_reduce(p.grad)
                 # DDP would take 25 MiB at once.
                 ledger.program[-1].calls = min(1.0, p.nbytes / (25 * 2**20))
                 engine = torch.autograd.Variable._execution_engine
@@ -496,6 +490,5 @@ def ddp_in(reduce_dtype, ledger):
 
         def finish(self):
             torch.cpu.current_stream().wait_stream(self.stream)
-            self.copies.clear()
 
     return OneByOne

@@ -355,6 +355,6 @@ def test_llama_units_by_size_are_the_published_wrapping(name, per_block):
     with torch.device("meta"):
         model = llama.Model(model_config(cfg))
     names = {module: name for name, module in model.named_modules()}
-    expected = [f"model.layers.{i}.{part}" for i in range(cfg.n_layer) for part in per_block]
+    expected = [f"model.layers.{i}.{part}" for i in range(cfg.sizes.n_layer) for part in per_block]
     units = [names[unit] for unit in fsdp.find_units(model, model.blocks, 100_000_000)]
     assert units == ["model.embed_tokens", *expected, "lm_head"]

@@ -86,7 +86,7 @@ def state(one):
 
 def step_of(cfg):
     """train_step's arguments between the optimizer and the step's number."""
-    x = torch.zeros(cfg.batch_size, cfg.block_size, dtype=torch.int64)
+    x = torch.zeros(cfg.batch_size, cfg.sizes.block_size, dtype=torch.int64)
     batches = SimpleNamespace(get=lambda step, micro: (x, x, 1.0),
                               prefetch_next=lambda step, micro: None)
     return LossScaler(replace(cfg, dtype="float32")), batches  # a fake norm has no value
@@ -356,13 +356,13 @@ def test_plan_counts_a_gpus_masks_and_the_fp32_of_qk_norm():
     """Of dropout a byte a number: after the embedding and twice a block. Under CUDA's autocast
     RMSNorm keeps its x in fp32, where a CPU's would keep bf16."""
     (none, cfg), (dropout, _) = (kept_until_backward(f"--dropout={p}") for p in (0.0, 0.1))
-    tokens = cfg.batch_size * cfg.block_size
-    assert dropout - none == tokens * cfg.n_embd * (1 + 2 * cfg.n_layer)
+    tokens = cfg.batch_size * cfg.sizes.block_size
+    assert dropout - none == tokens * cfg.sizes.n_embd * (1 + 2 * cfg.sizes.n_layer)
     llama = "--model=llama", "--n_inner=1024", "--n_kv_head=2", "--dtype=bfloat16"
     (none, cfg), (normed, _) = (
         kept_until_backward(*llama, f"--qk_norm={on}") for on in (False, True))
-    rows = tokens * (cfg.n_head + cfg.n_kv_head) * cfg.n_layer
-    assert normed - none == pytest.approx(rows * 4 * cfg.n_embd / cfg.n_head, rel=0.04)
+    rows = tokens * (cfg.sizes.n_head + cfg.sizes.n_kv_head) * cfg.sizes.n_layer
+    assert normed - none == pytest.approx(rows * 4 * cfg.sizes.n_embd / cfg.sizes.n_head, rel=0.04)
 
 
 @pytest.mark.parametrize("name", ["llama_1b", "llama2_7b", "llama3_8b"])
@@ -677,14 +677,14 @@ def test_plan_valley_is_12_bytes_a_parameter(size, argv, ranks):
     one = plan.plan(cfg, world, MACHINE)
     parameters = list(train.meta_model(cfg).parameters())
     rows = sum(-(-len(p) // ranks) * p[0].numel() for p in parameters)
-    rest = 4 * len(parameters) + 8 * cfg.batch_size * cfg.block_size
+    rest = 4 * len(parameters) + 8 * cfg.batch_size * cfg.sizes.block_size
     assert 0 <= one["valley"] - 12 * rows <= rest
 
 
 def test_plan_valley_of_what_is_offloaded_is_in_host_memory():
     cfg, world = placed(8, "--vocab_size=1000", "--cpu_offload=1")
     one = plan.plan(cfg, world, MACHINE)
-    assert one["valley"] <= 8 * cfg.batch_size * cfg.block_size
+    assert one["valley"] <= 8 * cfg.batch_size * cfg.sizes.block_size
 
 
 def test_plan_zero_accounting_of_the_docs_is_the_papers():

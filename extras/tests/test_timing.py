@@ -115,7 +115,7 @@ def test_timing_counts_the_products_attention_and_the_update():
     flags = ["--n_layer=2", "--strategy=full_shard", "--dtype=bfloat16"]
     program, cfg = recorded(flags)
     ops = [op for op in program if isinstance(op, Operation)]
-    C, T, V = cfg.n_embd, cfg.block_size, cfg.vocab_size
+    C, T, V = cfg.sizes.n_embd, cfg.sizes.block_size, cfg.sizes.vocab_size
     products = sum(op.flops for op in ops if not op.head)
     assert products == 3 * 2 * T * (2 * 12 * C * C + C * V)
     assert sum(op.flops for op in ops if op.head) == 3.5 * 2 * 2 * T * T * C

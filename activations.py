@@ -1,0 +1,88 @@
+"""
+Less memory for activations, and compiling: both replace `block.forward`, which FSDP2's hooks run
+around, so that a block is gathered before any of it is computed. It imports only torch.
+
+    checkpoint_activations(model.blocks, "selective")  # 1) recompute in backward
+    compile_blocks(model.blocks)                       # 2) so that the graph recomputes
+    shard(model, find_units(model, model.blocks), mesh)  # fsdp.py; it may come first, too
+"""
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+
+def checkpoint_activations(
+    blocks, mode: str, offload_to_host: bool = False, pin_memory: bool = False
+):
+    """Keep less until backward, which computes the rest again while the block is gathered.
+
+    blocks: without those whose forward changes buffers, as BatchNorm's does: it runs twice.
+    mode: "full" keeps each block's input; "selective" the outputs of its matrix products
+        and attention too; "none" changes nothing.
+    offload_to_host: keep the inputs there (with "full"). pin_memory: do that for a GPU.
+    """
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode={mode!r} must be none, selective or full")
+    if offload_to_host and mode != "full":
+        raise ValueError(f"offload_to_host=True needs mode='full', not {mode!r}")
+    if mode == "none":
+        return
+    options = dict(use_reentrant=False)
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
+    for block in dict.fromkeys(blocks):  # one that is used twice may be listed twice
+        # Replace forward: a wrapper module would change the parameters' names.
+        block.forward = partial(checkpointed, block, block.forward, options)
+        if offload_to_host:
+            block.forward = partial(offload_saved, block.forward, pin_memory)
+
+
+def checkpointed(block, forward, options, *args, **kwargs):
+    """forward, checkpointed if backward will come to it. It does not come to frozen blocks
+    before the first one that trains; torch 2.13 could not compile their checkpoints."""
+    tensors = (*args, *kwargs.values(), *block.parameters())
+    if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **options, **kwargs)
+
+
+# "selective" keeps the results of these. Not of baddbmm: the T x T scores of written-out
+# attention.
+PRODUCTS = {
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten._scaled_mm,  # float8
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention,
+}
+
+
+def keep_products(ctx, op, *args, **kwargs):
+    if op.overloadpacket in PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def offload_saved(forward, pin_memory, *args, **kwargs):
+    # Around a checkpointed forward, which saves its input only: else weights would move.
+    with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+        return forward(*args, **kwargs)
+
+
+def compile_blocks(blocks):
+    """Compile block.forward. To compile the module would do nothing: dynamo does not enter the
+    call of one with hooks.
+
+    dynamic=False: a run's shapes stay. Else a second model of other sizes in the same process
+    would be compiled for any size."""
+    for block in dict.fromkeys(blocks):
+        block.forward = torch.compile(block.forward, dynamic=False)

@@ -1,0 +1,121 @@
+"""
+What goes wrong without a word, a function for each moment. Each raises a ValueError that names
+what is wrong. It imports only torch: copy it beside fsdp.py.
+
+    checks.before_sharding(model)
+    shard(model, ...)
+    optimizer = ...
+    checks.after_building(model, optimizer)
+    with checks.check_units(model):  # for a few steps of a new model: it is slow
+        ...                          # train
+"""
+
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+
+def before_sharding(model):
+    """A buffer without values, or a trained parameter whose rows would be rounded."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"the buffer {name} is on the meta device and has no values: compute it in "
+                "forward, set it to a tensor with values, or build the model on the CPU")
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} trains in {p.dtype}, which would round small updates away: call "
+                "model.float() before `shard`. mp_policy says what to compute in")
+
+
+def after_building(model, optimizer):
+    """An optimizer that was made before `shard`, which replaces the parameters: it would train
+    nothing."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not set(held).intersection(model.parameters()):
+        raise ValueError(
+            "the optimizer holds none of the model's parameters, and trains nothing: make it "
+            "after `shard`, which replaces them")
+
+
+# ---------- do all ranks do the same? -----------------------------------------
+
+
+@contextmanager
+def check_units(model):
+    """Inside, the ranks compare their next event: which unit's forward or backward. If
+    they differ, all raise a ValueError. So they do if a unit changes a list or dict that it
+    is given, since FSDP2 gives it a copy. Each comparison waits for all ranks, so use it for
+    a few steps."""
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            hooks += watch_unit(module, name or "the root")
+    try:
+        yield
+        compare_ranks("the end of check_units")  # another rank may run forward once more
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compare_ranks(event, is_mistake=False):
+    """ValueError on all ranks if their events differ, or are a mistake (collective)."""
+    events = [None] * dist.get_world_size()
+    dist.all_gather_object(events, event)
+    if len(set(events)) > 1:
+        raise ValueError(f"ranks 0, 1, ... are not at the same place: {events}")
+    if is_mistake:
+        raise ValueError(event)
+
+
+def watch_unit(unit, name):
+    """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
+    given = []
+
+    def before_gather(unit, args):
+        compare_ranks(f"forward of {name}")
+
+    def before_forward(unit, args, kwargs):
+        given[:] = [*leaves(args), *leaves(kwargs)]  # FSDP2 has just made these copies
+
+    def after_forward(unit, args, kwargs, output):
+        left = [*leaves(args), *leaves(kwargs)]
+        if list(map(id, left)) != list(map(id, given)):
+            compare_ranks(
+                f"{name} changed a list or dict that it was given. That is FSDP2's copy, "
+                "so its caller does not see it: return the new object instead",
+                is_mistake=True)
+        compare_ranks(f"end of forward of {name}")
+        tensors = [t for t in leaves(output) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tensors if t.requires_grad]
+        torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
+
+    def before_backward(grad):
+        compare_ranks(f"backward of {name}")
+        # When backward ends, FSDP2 reduces the remaining gradients.
+        at_end = partial(compare_ranks, "end of backward")
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    return [
+        unit.register_forward_pre_hook(before_gather, prepend=True),
+        unit.register_forward_pre_hook(before_forward, with_kwargs=True),
+        unit.register_forward_hook(after_forward, prepend=True, with_kwargs=True),
+    ]
+
+
+def leaves(x):
+    """x and all that it holds, as far as FSDP2 looks."""
+    yield x
+    if is_dataclass(x):
+        x = [getattr(x, field.name) for field in fields(x)]
+    elif isinstance(x, dict):
+        x = [*x.keys(), *x.values()]
+    if isinstance(x, (list, tuple)):
+        for item in x:
+            yield from leaves(item)
