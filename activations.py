@@ -1,10 +1,10 @@
 """
-Less memory for activations, and compiling: both replace `block.forward`, which FSDP2's hooks run
-around, so that a block is gathered before any of it is computed. It imports only torch.
+Activation checkpointing and compiling, block by block. Both replace `block.forward`. FSDP2's hooks
+run outside it, so a block is gathered before any of it is computed. It imports only torch.
 
     checkpoint_activations(model.blocks, "selective")  # 1) recompute in backward
-    compile_blocks(model.blocks)                       # 2) so that the graph recomputes
-    shard(model, find_units(model, model.blocks), mesh)  # fsdp.py; it may come first, too
+    compile_blocks(model.blocks)  # 2) the compiled graph includes the recomputation
+    shard(model, find_units(model, model.blocks), mesh)  # fsdp.py, before or after these two
 """
 
 from functools import partial
@@ -20,12 +20,12 @@ from torch.utils.checkpoint import (
 def checkpoint_activations(
     blocks, mode: str, offload_to_host: bool = False, pin_memory: bool = False
 ):
-    """Keep less until backward, which computes the rest again while the block is gathered.
+    """Save fewer activations; backward recomputes the rest while the block is gathered.
 
-    blocks: without those whose forward changes buffers, as BatchNorm's does: it runs twice.
+    blocks: leave out those whose forward updates buffers, as BatchNorm's does: it runs twice.
     mode: "full" keeps each block's input; "selective" the outputs of its matrix products
         and attention too; "none" changes nothing.
-    offload_to_host: keep the inputs there (with "full"). pin_memory: do that for a GPU.
+    offload_to_host: keep the inputs in host memory (with "full"). pin_memory: True for a GPU.
     """
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"mode={mode!r} must be none, selective or full")
@@ -44,8 +44,8 @@ def checkpoint_activations(
 
 
 def checkpointed(block, forward, options, *args, **kwargs):
-    """forward, checkpointed if backward will come to it. It does not come to frozen blocks
-    before the first one that trains; torch 2.13 could not compile their checkpoints."""
+    """forward, checkpointed if backward will reach it. It does not reach frozen blocks before
+    the first one that trains; torch 2.13 could not compile their checkpoints."""
     tensors = (*args, *kwargs.values(), *block.parameters())
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         return forward(*args, **kwargs)
@@ -73,14 +73,14 @@ def keep_products(ctx, op, *args, **kwargs):
 
 
 def offload_saved(forward, pin_memory, *args, **kwargs):
-    # Around a checkpointed forward, which saves its input only: else weights would move.
+    # Around a checkpointed forward only, which saves just its input: else weights would move too.
     with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
         return forward(*args, **kwargs)
 
 
 def compile_blocks(blocks):
-    """Compile block.forward. To compile the module would do nothing: dynamo does not enter the
-    call of one with hooks.
+    """Compile block.forward. Compiling the module itself would do nothing: dynamo skips modules
+    that have hooks.
 
     dynamic=False: a run's shapes stay. Else a second model of other sizes in the same process
     would be compiled for any size."""

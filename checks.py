@@ -1,6 +1,6 @@
 """
-What goes wrong without a word, a function for each moment. Each raises a ValueError that names
-what is wrong. It imports only torch: copy it beside fsdp.py.
+Detect mistakes that FSDP2 does not report. Call each function at the point shown; it raises a
+ValueError that names the mistake. It imports only torch: copy it with fsdp.py.
 
     checks.before_sharding(model)
     shard(model, ...)
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def before_sharding(model):
-    """A buffer without values, or a trained parameter whose rows would be rounded."""
+    """Raise if a buffer has no values, or if a trained parameter's updates would be rounded."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
@@ -34,8 +34,7 @@ def before_sharding(model):
 
 
 def after_building(model, optimizer):
-    """An optimizer that was made before `shard`, which replaces the parameters: it would train
-    nothing."""
+    """Raise if the optimizer was made before `shard`, and so would train nothing."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not set(held).intersection(model.parameters()):
         raise ValueError(
@@ -48,10 +47,9 @@ def after_building(model, optimizer):
 
 @contextmanager
 def check_units(model):
-    """Inside, the ranks compare their next event: which unit's forward or backward. If
-    they differ, all raise a ValueError. So they do if a unit changes a list or dict that it
-    is given, since FSDP2 gives it a copy. Each comparison waits for all ranks, so use it for
-    a few steps."""
+    """Inside, the ranks compare each forward and backward of a unit; where they differ, all
+    raise. They also raise if a unit changes a list or dict that it is given, because FSDP2 gives
+    it a copy. Each comparison waits for all ranks, so use it for a few steps."""
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -86,6 +84,7 @@ def watch_unit(unit, name):
 
     def after_forward(unit, args, kwargs, output):
         left = [*leaves(args), *leaves(kwargs)]
+        # The same objects?
         if list(map(id, left)) != list(map(id, given)):
             compare_ranks(
                 f"{name} changed a list or dict that it was given. That is FSDP2's copy, "

@@ -1,13 +1,13 @@
 """
-The config: every key of a run, once, with its type, default, allowed values and help.
+The config: the one definition of every key, with its type, default, allowed values and help.
 
     cfg = load_config(["config/train_gpt2.py", "--batch_size=8", "--compile=False"])
     cfg = resolve(cfg, world)     # 'auto' spelled out for these ranks and this device
 
 Config files are Python assignments. Files and --key=value flags apply left to right, the
-last wins. A model's own keys are in its file, in ModelConfig; name --model before them. They
-are in cfg.sizes: cfg.batch_size, but cfg.sizes.block_size. Keys that nanoGPT has keep its names
-and meanings. A mistake is a SystemExit with one line.
+last wins. A model's own keys are in its file, in ModelConfig; pass --model before them. They end
+up in cfg.sizes: cfg.batch_size, but cfg.sizes.block_size. Keys that nanoGPT has keep its names and
+meanings. A mistake is a SystemExit with one line.
 """
 
 import ast
@@ -288,8 +288,8 @@ def run_file(path, before):
 def with_sizes(cfg, model, sizes, where, whole_context=True):
     """cfg with the model and sizes of a checkpoint; dropout stays this run's. SystemExit if a file
     or a flag has set another value; a shorter block_size is allowed.
-    where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter, even
-    if it is only the default."""
+    where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter,
+    even where nobody has set it."""
     keys = keys_of(model)
     values = {key: value for key, value in as_dict(cfg).items() if key in keys}
     for key, value in {"model": model, **sizes}.items():
@@ -423,6 +423,8 @@ def conflicts(cfg, asked, world, distributed):
     single = cfg.strategy == "single"
     group = cfg.shard_group_size
     uneven_groups = STRATEGIES[cfg.strategy].in_groups and size % group
+    copy = group if STRATEGIES[cfg.strategy].in_groups else size  # ranks that share one
+    regather = cfg.reshard_group_size
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
@@ -434,7 +436,9 @@ def conflicts(cfg, asked, world, distributed):
          f"{size} processes do not divide into groups of {group}; use a divisor of {size}"),
         ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,
          f"it counts all ranks' micro-batches; use a multiple of {size}"),
-        ("reshard_group_size", cfg.reshard_group_size and cfg.dtype == "float8",
+        ("reshard_group_size", regather == 1 or (regather and copy % regather),
+         f"{copy} ranks share a copy; use a divisor of {copy}, from 2 on"),
+        ("reshard_group_size", regather and cfg.dtype == "float8",
          "FSDP2 cannot do that with float8 weights; use --reshard_group_size=0"),
         ("dtype", cfg.dtype == "float8" and cfg.strategy == "ddp",
          "it needs parameters that FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),

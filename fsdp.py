@@ -1,8 +1,8 @@
 """
-FSDP2 in one file: minimal.py's steps as functions with options; and DDP, to compare with. It
+FSDP2 in one file: the steps of minimal.py as functions with options, plus DDP for comparison. It
 imports only torch (2.13 or later), so you can copy it into your own project:
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # else all ranks begin on GPU 0
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each process takes its own GPU
     dist.init_process_group("nccl")
     mesh = make_mesh("cuda")  # the ranks that share the model
     with torch.device("meta"):
@@ -11,19 +11,20 @@ imports only torch (2.13 or later), so you can copy it into your own project:
     shard(model, model.layers, mesh, mp_policy=mixed_precision(torch.bfloat16))
     for name, p in model.named_parameters():  # each rank draws all, and keeps its rows
         write_full(p, my_initial_value(name, p.shape))
-    # Before any forward: after one, parameters of the root are gathered copies.
-    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's rows
+    # Make the optimizer before the first forward. After one, the root's parameters are gathered
+    # copies, not the rows to update.
+    optimizer = torch.optim.AdamW(model.parameters())
     for batches in steps:  # each rank has its own: see PyTorch's DistributedSampler
         for i, (x, y) in enumerate(batches):
-            # By default each backward reduces. With every=False only the last one does.
+            # For hybrid sharding, DDP and every=False; else each backward reduces anyway.
             set_grad_sync(model, is_last_micro_batch=i + 1 == len(batches))
             loss = my_loss(model(x), y) / len(batches)
             loss.backward()  # gathers unit by unit, averages gradients, keeps its rows of them
         norm = clip_grad_norm(model, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        zero_grad(model, optimizer)
     with inference(model):
-        logits = model(x)  # on every rank, since it gathers
+        logits = model(x)  # on every rank, since a forward gathers
     # On every rank too: rank 0 gets tensors, the others None. (named_parameters() has no buffers,
     # and a tied parameter under one name only.)
     state = {name: gather_full(t) for name, t in model.state_dict().items()}
@@ -35,12 +36,13 @@ their gradients reduced, in one collective. Hooks do it, so no line here shows i
 
                           ZeRO-3: reshard_after_forward=True     ZeRO-2: =False
     forward of unit i     gather i, compute, free i              gather i, compute
-    backward of unit i    gather i - 1 meanwhile;                compute, free i, reduce its
-                          compute, free i, reduce its gradients  gradients
+    backward of unit i    compute while i - 1 is gathered        compute
+    after that            free i, reduce its gradients           free i, reduce its gradients
 
-The root unit holds every other parameter, and stays gathered from its forward to the end of
-backward. Every rank must call the same units in the same order. If one skips a block, the ranks
-gather rows of different blocks as one, without a word: checks.check_units finds it.
+The root unit holds every other parameter. It stays gathered from its forward to the end of
+backward, where its gradients are reduced. All ranks must run the same units in the same order. If
+one skips a block, they mix rows of different blocks, and no error is raised: checks.check_units
+finds it.
 
 docs/fsdp.md walks through a step, and says what FSDP2 asks of your model.
 """
@@ -63,9 +65,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def make_mesh(device_type: str, shard_group_size: int = 0):
-    """The ranks as a DeviceMesh (collective): all share one copy of the model, in the dimension
-    "shard". With shard_group_size=n (hybrid sharding) n neighbouring ranks share a copy, and the
-    groups have equal ones, in the dimension "replicate"."""
+    """The ranks as a DeviceMesh (collective). All share one copy of the model, in the dimension
+    "shard". With shard_group_size=n (hybrid sharding) each group of n neighbours shares its own
+    copy, and the copies lie in the dimension "replicate"."""
     world_size = dist.get_world_size()
     if not shard_group_size:
         return dist.init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
@@ -76,11 +78,11 @@ def make_mesh(device_type: str, shard_group_size: int = 0):
 
 
 def mixed_precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype = torch.float32):
-    """Gather and compute in param_dtype, and add gradients up over the ranks in reduce_dtype (for
-    FSDP2 that is param_dtype too). Rows and optimizer state stay fp32.
+    """Gather and compute in param_dtype; add gradients up over the ranks in reduce_dtype (FSDP2's
+    own default is param_dtype). Rows and optimizer state stay fp32.
 
-    With reduce_dtype=torch.bfloat16 micro-batches add up in it too, with hybrid sharding, or with
-    every=False in set_grad_sync: after 64 of them the gradient was 1% off."""
+    With hybrid sharding, or every=False in set_grad_sync, micro-batches add up in reduce_dtype
+    too. In bfloat16 the gradient was 1% off after 64 of them."""
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
@@ -97,21 +99,22 @@ def shard(
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
     In place (all ranks).
 
-    model: in fp32; what is frozen may be in bf16. Freeze before: FSDP2 groups by requires_grad.
+    model: in fp32; frozen parameters may be in bf16.
         Parameters on the meta device get memory for this rank's rows, without values yet. Others
         keep their values, which must be the same on every rank: each takes its own rows of them.
-        Buffers are not sharded. They keep their values and move to the device.
+        Buffers are not sharded. They keep their values and move to the device; one on the meta
+        device stays there.
     units: modules, inner before outer; the root unit holds every other parameter. Tied parameters
-        must be in one unit, or in the root. A module that several units share is one itself.
+        must be in one unit, or in the root. A module that several units use must be a unit itself.
     mesh: make_mesh's, or one of yours, whose last dimension shards.
     mp_policy: mixed_precision's, or one of yours; None for fp32.
     reshard_after_forward: free a unit after its forward and gather it again for backward
-        (ZeRO-3), or keep it until then (ZeRO-2). With n every n neighbours keep it, in
-        param_dtype, and backward gathers among them (ZeRO++'s hpZ).
-    cpu_offload: a fraction of the units lives in host memory, where the CPU updates them;
-        at 1.0 the root too.
-    prefetch_units: gather this many units ahead; 2 or more cost memory. 0 leaves it to FSDP2: one
-        ahead in backward; in forward when the CPU gets there, which is usually ahead of the GPU.
+        (ZeRO-3), or keep it until backward (ZeRO-2). With an int n, each group of n neighbours
+        keeps one copy in param_dtype, split among them, for backward (ZeRO++'s hpZ).
+    cpu_offload: the fraction of the units that keep their rows in host memory, where the CPU
+        updates them; at 1.0 the root too.
+    prefetch_units: gather this many units ahead; 2 or more cost memory. With 0 FSDP2 gathers one
+        ahead in backward, and in forward as soon as the CPU gets there, usually ahead of the GPU.
     """
     units = list(units)
     offloaded = evenly(units, cpu_offload)
@@ -142,10 +145,11 @@ def shard(
 
     # 2) Materialize: only now is there memory, for this rank's rows alone.
     for unit in [*units, model]:
-        # The rows of an inner unit are there already, and stay where they are.
+        # Inner units come first: their rows are there already, and stay where they are.
         materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
 
-    # 3) Say what to gather when. The backward of an embedding does not read its table.
+    # 3) Say what to gather when. The backward of an embedding does not read its table (that of a
+    # subclass with its own forward might).
     for unit in units:
         if type(unit).forward is torch.nn.Embedding.forward:
             unit.set_unshard_in_backward(False)
@@ -155,9 +159,9 @@ def shard(
 
 def find_units(model, blocks, min_params: int = 0):
     """The units, inner before outer: any embedding larger than a block (in the root it would be
-    gathered for the whole step), and the blocks. With min_params, by FSDP1's size-based policy: any
-    module with at least that many parameters that are in no unit yet. Tied parameters stay in the
-    root, since PyTorch refuses them in two units."""
+    gathered for the whole step), and the blocks. With min_params, as in FSDP1's size-based policy,
+    every module that has that many parameters not yet in a unit. Embeddings and modules with tied
+    parameters stay in the root, since PyTorch refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
     if not min_params:
         blocks = list(dict.fromkeys(blocks))  # one that is used twice may be listed twice
@@ -193,8 +197,8 @@ def tied_names(model):
 
 
 def evenly(units, fraction):
-    """A fraction of the units, evenly spread, so that their copies overlap with the compute
-    of the others: unit i is chosen if the running total of `fraction` passes an integer."""
+    """A fraction of the units, evenly spread, so that host-device copies overlap with the compute
+    of the others: unit i is chosen if the running total of `fraction` reaches an integer."""
     # 1e-9: a total that should be an integer may lie below it by a rounding error.
     totals = [math.floor(i * fraction + 1e-9) for i in range(len(units) + 1)]
     return [unit for i, unit in enumerate(units) if totals[i + 1] > totals[i]]
@@ -203,8 +207,8 @@ def evenly(units, fraction):
 def prefetch(model, units, n):
     """Before a unit's forward gather the next n as well; before its backward the n before."""
     chosen = set(units)
+    # In the order of registration, which we take for that of forward. The nearest comes first.
     ordered = [module for module in model.modules() if module in chosen]
-    # That is the order of registration, and taken to be that of forward.
     for i, unit in enumerate(ordered):
         unit.set_modules_to_forward_prefetch(ordered[i + 1:i + 1 + n])
         unit.set_modules_to_backward_prefetch(ordered[max(0, i - n):i][::-1])
@@ -220,25 +224,26 @@ def materialize(module, device):
                 if p not in made:  # else it is tied
                     empty = torch.empty_like(p, device=device)
                     made[p] = torch.nn.Parameter(empty, p.requires_grad)
-                setattr(inner, name, made[p])  # FSDP2 looks for it there at the first forward
+                setattr(inner, name, made[p])  # FSDP2 reads the attribute at the first forward
 
 
 # ---------- without sharding: one process, DDP --------------------------------
 
 
 def allocate(model, device):
-    """For one process, or before `replicate`: parameters on the meta device get memory for
-    all of them, without values yet. Parameters that have values move to the device."""
+    """For one process, or before `replicate`: parameters on the meta device get memory, for the
+    whole, without values yet. What has values moves to the device."""
     materialize(model, device)
-    model.to(device)
+    for t in (*model.parameters(), *model.buffers()):
+        t.data = t.to(device)
 
 
 def replicate(model):
     """PyTorch's DDP: every rank keeps everything. Returns the module to call (all ranks)."""
     for p in model.parameters():
         if p.requires_grad:
-            # Made before DDP, gradients are views of its buckets; made later, by a micro-batch
-            # that reduces nothing, they are copies beside them.
+            # DDP turns gradients that exist into views of its buckets. Made later, by a
+            # micro-batch that reduces nothing, they are copies beside the buckets.
             p.grad = torch.zeros_like(p)
     device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
@@ -249,8 +254,8 @@ def replicate(model):
 
 
 def autocast(wrapped, device_type: str, dtype: torch.dtype):
-    """The compute type of a model that is whole. A sharded one's MixedPrecisionPolicy casts
-    by itself, and autocast on top would put its norms back to fp32."""
+    """A context: autocast for a model that is not sharded. A sharded one's MixedPrecisionPolicy
+    casts by itself, and autocast on top would put its norms back to fp32."""
     on = dtype != torch.float32 and not isinstance(wrapped, FSDPModule)
     return torch.autocast(device_type, dtype, enabled=on)
 
@@ -274,7 +279,8 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
         wrapped.require_backward_grad_sync = sync  # what DDP's no_sync() sets
     elif isinstance(wrapped, FSDPModule):
         wrapped.set_requires_gradient_sync(sync)
-        # Between the groups of hybrid sharding: once per step, however many micro-batches.
+        # After the line above, which sets it too. Between the groups of hybrid sharding: once per
+        # step, however many micro-batches.
         wrapped.set_requires_all_reduce(is_last_micro_batch)
         keeps_gathered = getattr(wrapped, "reshard_after_forward", True) is False
         if keeps_gathered and not every:
@@ -288,11 +294,11 @@ def zero_grad(wrapped, optimizer):
 
 @torch.no_grad()
 def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
-    """Scale the gradients to a global 2-norm of at most max_norm (0: leave them). Returns
-    the norm before that, a 0-d tensor on the device (collective when sharded).
+    """Scale the gradients to a global 2-norm of at most max_norm (0: do not clip). Returns the
+    norm before clipping, a 0-d tensor on the device (collective when sharded).
 
     loss_scale: what the loss was multiplied by; gradients are divided by it first. If one has
-    overflowed on any rank, the norm is not finite on all of them."""
+    overflowed on any rank, every rank gets a norm that is not finite."""
     # By hand: clip_grad_norm_ refuses gradients on two devices, as cpu_offload has them.
     is_sharded = isinstance(wrapped, FSDPModule)
     grads = defaultdict(list)  # {device: this rank's gradients there}
@@ -305,27 +311,27 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
             grad = p.grad.to_local() if is_sharded else p.grad
             grads[grad.device].append(grad)
 
-    device = p.device_mesh.device_type if is_sharded else p.device
-    square = torch.zeros((), device=device)
-    for here in grads.values():
-        square += torch.nn.utils.get_total_norm(here).to(square.device) ** 2
+    mesh = p.device_mesh if is_sharded else None
+    square = torch.zeros((), device=mesh.device_type if is_sharded else p.device)
+    for there in grads.values():
+        square += torch.nn.utils.get_total_norm(there).to(square.device) ** 2
     if is_sharded:
         # Over the shard group only: the groups hold equal gradients, to be counted once.
-        dist.all_reduce(square, group=p.device_mesh.get_group(-1))
+        dist.all_reduce(square, group=mesh.get_group(-1))
     norm = square.sqrt() / loss_scale
     if max_norm or loss_scale != 1:
         limit = max_norm or math.inf
         factor = (limit / (norm + 1e-6)).clamp(max=1.0) / loss_scale
-        for device, here in grads.items():
-            torch._foreach_mul_(here, factor.to(device))
+        for device, there in grads.items():
+            torch._foreach_mul_(there, factor.to(device))
     return norm
 
 
 @contextmanager
 def inference(wrapped):
     """Evaluate or generate inside: eval mode, no gradients. At the end nothing is gathered,
-    and each module is in the mode that it was in. All ranks must run the same forwards,
-    since each one gathers."""
+    and each module is in the mode that it was in. All ranks must run the same forwards, since a
+    forward gathers."""
     modes = {module: module.training for module in wrapped.modules()}
     wrapped.eval()
     try:
@@ -335,8 +341,8 @@ def inference(wrapped):
         for module, training in modes.items():
             module.training = training
             if isinstance(module, FSDPModule):
-                # A forward without backward leaves the root gathered, and the next optimizer
-                # step would not show in that copy.
+                # A forward without backward leaves the root gathered (with ZeRO-2 every unit),
+                # and the next optimizer step would not show in that copy.
                 module.reshard()
 
 
@@ -344,8 +350,8 @@ def inference(wrapped):
 
 
 def gather_full(t):
-    """The whole of t in rank 0's host memory, None on the other ranks (collective). Instead of
-    t.full_tensor(): there every rank holds the whole, and it takes twice as long."""
+    """The whole of t in rank 0's host memory, None on the other ranks (collective). Unlike
+    t.full_tensor() only rank 0 ends up with the whole, and it takes half the time."""
     t = t.detach()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):
@@ -354,7 +360,7 @@ def gather_full(t):
     ranks = dist.get_process_group_ranks(group)
     if ranks[0] > 0:
         return None  # the first group gathers; the others hold equal copies
-    per_rank = math.ceil(len(t) / len(ranks))
+    per_rank = math.ceil(len(t) / len(ranks))  # rows of a rank; the last ones may have fewer
     # All ranks must send equally many rows, so the last ones pad. They are sent from the
     # device: NCCL sends no host memory.
     own = t.to_local()
@@ -369,15 +375,15 @@ def gather_full(t):
 
 
 def write_full(t, full):
-    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows. Instead
-    of distribute_tensor, which needs all of them: full may be anything that returns rows a to
-    b as full[a:b]."""
+    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows. Unlike
+    distribute_tensor it does not need all of them: `full` may be anything that returns rows a to b
+    as full[a:b], with b or both beyond the end for the last ranks."""
     t = t.detach()
     if not isinstance(t, DTensor):
-        t.copy_(full[:] if t.dim() else full)
+        t.copy_(full[:] if t.dim() else full)  # a number cannot be sliced
         return
     mesh = t.device_mesh
-    per_rank = math.ceil(len(t) / mesh.size(-1))  # rows of a rank; the last ones may have fewer
+    per_rank = math.ceil(len(t) / mesh.size(-1))
     first = per_rank * mesh.get_local_rank(-1)
     t.to_local().copy_(full[first:first + per_rank])
 

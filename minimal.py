@@ -3,7 +3,7 @@ FSDP2 in seventy lines of code. A small GPT learns to write Python from PyTorch'
 
     torchrun --standalone --nproc_per_node=2 minimal.py
 
-Each process (a rank) keeps its rows of every parameter. It has a whole block only while
+Each process (a rank) keeps some rows of every parameter. It holds a whole block only while
 that block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py is the same
 lines with options, and train.py the same step with everything a run needs.
 """

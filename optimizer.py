@@ -13,7 +13,7 @@ gradient g, learning rate lr and weight decay d, step t = 1, 2, ... is
     w = w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + 1e-8)
 Each number needs only its own g, m and v, so a rank updates its rows alone.
 
-Yours may be any torch.optim.Optimizer: return it from make_optimizer in train.py. Each step
+Your own can be any torch.optim.Optimizer: return it from make_optimizer in train.py. Each step
 sets every group's "lr". Before a checkpoint is loaded, step() is called once with lr 0 and
 gradients of zero: it must leave the weights as they are. In a sharded run a parameter p and its
 gradient are DTensors, of which this rank has some rows.
@@ -30,7 +30,7 @@ import torch
 
 def make_adamw(params, cfg):
     """AdamW with nanoGPT's two groups, in its order: matrices and embeddings decay, vectors
-    do not. Call it before any forward, which leaves gathered copies as parameters."""
+    do not. Call it before any forward: afterwards the root's parameters are gathered copies."""
     trained = [p for p in params if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
@@ -72,8 +72,8 @@ class LossScaler:
     clip_grad_norm divides the gradients by it. Where one of them was too large, the step is
     skipped on all ranks and the scale is halved; after GROW_AFTER good steps it is doubled.
 
-    In place of torch.amp.GradScaler, which does not wait until its scale has come to the CPU:
-    with cpu_offload the CPU would read it too soon. Here it is a number on the host."""
+    In place of torch.amp.GradScaler, whose scale is copied asynchronously: with cpu_offload the
+    CPU would read it too soon. Here it is a number on the host."""
 
     GROW_AFTER = 2000  # good steps
 
@@ -81,7 +81,7 @@ class LossScaler:
         self.enabled = cfg.dtype == "float16"
         self.scale = cfg.loss_scale if self.enabled else 1.0
         self.good_steps = 0  # since the scale has changed
-        self.skipped = 0  # steps; whoever reports them sets it to 0
+        self.skipped = 0  # steps; Log.step reports them and sets it to 0
 
     def scaled(self, loss):
         return loss * self.scale if self.enabled else loss

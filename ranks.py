@@ -1,5 +1,5 @@
 """
-Processes: their ranks, and how they agree, stop together and leave.
+Processes: start them, agree on values, stop them together, and leave.
 
     world = setup("auto", "auto")            # rank, size, device; opens the process group
     stop = StopSignal(world)                 # SIGTERM, Ctrl-C: all ranks stop after the same step
@@ -89,11 +89,11 @@ def open_group(rank, size, device, backend):
 
 
 def connect(group, device, with_gather=False):
-    """Set the group's timeout, and run each collective once in it (collective). NCCL connects at
-    first use, and takes its memory then: now there is room for it. And a network that does not
-    work shows before a minute of compiling. Gloo has connected already.
-    with_gather: also gather_full's collective, if rank 0 is in the group. (Muon connects its
-    own.)
+    """Set the group's timeout, and run each collective once in it (collective). NCCL connects and
+    takes memory at first use. Now memory is still free, and a broken network shows before a
+    minute of compiling. Gloo has connected already.
+    with_gather: also dist.gather, which gather_full uses, if rank 0 is in the group. (Muon
+    connects its own.)
     """
     if dist.get_backend(group) != "fake":  # plans rehearse on this; it has no timeout
         group.set_timeout(TIMEOUT)  # PyTorch would let hybrid_shard's wait for 30 minutes
@@ -107,7 +107,7 @@ def connect(group, device, with_gather=False):
     if with_gather and 0 in dist.get_process_group_ranks(group):
         pieces = list(each.split(1)) if dist.get_rank() == 0 else None
         dist.gather(one, pieces, dst=0, group=group)
-    each.tolist()  # wait for them
+    each.tolist()  # wait until the GPU has run them
 
 
 @functools.cache
@@ -205,8 +205,8 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
 
     def requested(self):
-        """True on every rank if any of them has been signalled (collective, in host memory: it
-        does not wait for the GPU)."""
+        """True on every rank if any of them has been signalled (collective; over gloo, so it does
+        not wait for the GPU)."""
         any_received = torch.tensor(float(self.received))
         return bool(all_reduce_max_(any_received, self.world))
 

@@ -1,5 +1,5 @@
 """
-Train a GPT: on one device, with DDP, or sharded with FSDP2, by the same loop. The step is
+Train a GPT. The same loop trains on one device, with DDP, or sharded with FSDP2. The step is
 minimal.py's. Around it is everything that a run needs: accumulation, clipping, evaluation,
 resuming, logs.
 
@@ -47,20 +47,20 @@ from ranks import (
 
 
 def build(model, cfg, world, source=None):
-    """Give a model on the meta device memory, and the values of `source`, or else initial ones
-    (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the
-    model itself."""
+    """Allocate a model that is on the meta device, and set its values from `source`, or to initial
+    ones (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or
+    the model itself."""
     # 1) Memory, for all of it or for this rank's rows.
     wrapped = parallelize(model, cfg, world)
-    # 2) The optimizer, before any forward: after one the root stays gathered, and its
-    # parameters are whole tensors.
+    # 2) The optimizer, before any forward: one leaves the root gathered, and its parameters would
+    # no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
-    # 3) Values. Every rank draws initial ones in chunks, so a few more rows than it keeps.
+    # 3) Values. Of initial ones every rank draws only the chunks that overlap its rows.
     if source:
-        allocate_state(optimizer)  # load drops the state that the source lacks
+        allocate_state(optimizer)  # all of it; load drops what the source lacks
         checkpoint.load(source, model, optimizer, world)
     for name, p in model.named_parameters():
-        if source is None or not source.has(name):  # LoRA's matrices are not in its base
+        if source is None or not source.has(name):  # LoRA's matrices, which its base lacks
             fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
     checks.after_building(model, optimizer)
     if cfg.dtype == "float8":
@@ -81,7 +81,7 @@ def meta_model(cfg):
 
 
 def freeze(model, pattern):
-    """Parameters in whose name the pattern is found: no gradient, no optimizer state."""
+    """Freeze the parameters whose names match: no gradient, no optimizer state."""
     named = dict(model.named_parameters())
     try:
         hits = [name for name in named if re.search(pattern, name)]
@@ -106,8 +106,8 @@ def parallelize(model, cfg, world):
     any of its computation, and no hook is in a graph."""
     if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
         raise SystemExit(
-            f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that goes by "
-            "self.loss_chunks (see docs/model_file.md); use --loss_chunks=0")
+            f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that supports it "
+            "(see docs/model_file.md); use --loss_chunks=0")
     model.loss_chunks = cfg.loss_chunks
     is_sharded = STRATEGIES[cfg.strategy].sharded
     if cfg.dtype == "float8":
@@ -126,7 +126,7 @@ def parallelize(model, cfg, world):
     )
     if is_sharded:
         if cfg.compile:
-            # By parts: FSDP's hooks would break a graph of everything.
+            # Block by block: FSDP's hooks would break up a graph of the whole model.
             activations.compile_blocks(model.blocks)
             if hasattr(model, "head_loss"):
                 model.head_loss = torch.compile(model.head_loss, dynamic=False)
@@ -142,11 +142,12 @@ def parallelize(model, cfg, world):
 
 
 def shard_model(model, cfg, world):
+    """Apply a sharded strategy's keys to the model, in place (all ranks)."""
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
-    # Each group connects now. A full checkpoint is gathered over the shard group.
-    for name in mesh.mesh_dim_names:
-        with_gather = name == "shard" and cfg.checkpoint == "full"
-        connect(mesh.get_group(name), world.device, with_gather)
+    # Connect each group now. A full checkpoint is gathered over the shard group.
+    for group in mesh.get_all_groups():  # the last one shards
+        with_gather = group is mesh.get_group(-1) and cfg.checkpoint == "full"
+        connect(group, world.device, with_gather)
     units = getattr(model, "units", None)  # a model file may list its own
     if units is None or cfg.wrap_min_params:
         units = fsdp.find_units(model, model.blocks, cfg.wrap_min_params)
@@ -163,11 +164,11 @@ def shard_model(model, cfg, world):
 
 
 def make_optimizer(model, cfg):
-    """AdamW; or Muon for the matrices that it is for, and AdamW for the rest."""
+    """AdamW; or Muon for the matrices that it handles, and AdamW for the rest."""
     if cfg.optimizer == "adamw":
         return make_adamw(model.parameters(), cfg)
     if cfg.optimizer != "muon":
-        raise SystemExit(f"optimizer={cfg.optimizer}: make_optimizer in train.py does not make it")
+        raise SystemExit(f"optimizer={cfg.optimizer}: make_optimizer in train.py does not know it")
     muon = extra("muon", wanted_by="optimizer=muon")
     matrices = muon.matrices_of(model)
     others = set(model.parameters()).difference(matrices)
@@ -177,7 +178,7 @@ def make_optimizer(model, cfg):
         lr=cfg.learning_rate,
         weight_decay=cfg.weight_decay,
         momentum=cfg.momentum,
-        # float16's range is too small for gradients whose loss scale is gone.
+        # Gradients whose loss scale is gone are too small for float16.
         dtype=torch.float32 if cfg.dtype == "float16" else DTYPES[cfg.dtype],
     )
 
@@ -187,14 +188,15 @@ def make_optimizer(model, cfg):
 
 def open_start(cfg, world):
     """Open the run's starting point (all ranks). Returns (source, resumed): the Source of its
-    values, None for initial ones; and True if the run continues the Source's own, False if it
-    only takes the weights."""
+    values, None when starting from scratch; and True if the run goes on, False if it only takes
+    the weights."""
     source = open_source(cfg, world)
     resumed = source is not None and cfg.init_from in ("resume", "auto")
     if source is None and cfg.init_from == "resume":
         raise SystemExit(
             f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
             "auto to resume only if there is one")
+    # A new LoRA run needs a base; a checkpoint without LoRA cannot be resumed with it.
     if cfg.lora_rank and not (source and source.base):
         if source is None:
             raise SystemExit(
@@ -208,14 +210,14 @@ def open_start(cfg, world):
 
 def final_config(cfg, source, resumed, world):
     """cfg with its model's sizes: the Source's, or the vocabulary of the data. SystemExit if a
-    file or a flag has set others. A resumed run is told of other differences."""
+    file or a flag contradicts them. Prints other differences when resuming."""
     if source is None:
         return with_vocabulary(cfg)
-    # The defaults for older checkpoints, nanoGPT's and Hugging Face's, which lack these keys.
+    # Defaults for checkpoints that lack these keys: older ones, nanoGPT's, Hugging Face's.
     theirs = {
         "model": "gpt2", "optimizer": "adamw", "lr_schedule": "cosine", **source.header["config"]}
     sizes = source.header["model_args"]
-    # A run that begins takes its own context if that is shorter: it saves memory.
+    # A new run keeps its own block_size if that is shorter: it saves memory.
     cfg = configurator.with_sizes(
         cfg, theirs["model"], sizes, source.path, whole_context=resumed)
     if resumed:
@@ -228,7 +230,7 @@ def final_config(cfg, source, resumed, world):
 
 
 def with_vocabulary(cfg):
-    """cfg with the vocabulary of its data, if that says one; SystemExit if a file or a flag
+    """cfg with the vocabulary of its data, if meta.json gives one; SystemExit if a file or a flag
     has set another."""
     ours = cfg.sizes.vocab_size
     size = read_meta(data_dir(cfg.dataset)).get("vocab_size", ours)
@@ -256,10 +258,10 @@ def open_source(cfg, world, key="init_from"):
     if base:
         source.base = open_source(replace(cfg, init_from=base), world, f"{source.path}: base")
         before = source.header.get("base_origin")
-        now = source.base.header.get("origin", "no run's checkpoint")
+        now = source.base.header.get("origin", "something else")
         if before and before != now:
-            print0(world, f"{source.path}: base={base} was at {before} when LoRA began, "
-                          f"and is now at {now}", file=sys.stderr)
+            print0(world, f"{source.path}: base={base} was {before} when LoRA began, "
+                          f"and is now {now}", file=sys.stderr)
     return source
 
 
@@ -267,13 +269,12 @@ def open_source(cfg, world, key="init_from"):
 
 
 def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
-    """Accumulate, clip, update (all ranks), with a learning rate, seeds, targets that do not
-    count, and float16's scale.
+    """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
 
-    Returns this rank's loss, whose mean over ranks is the step's, and the global norm of the
+    Returns this rank's loss (average it over the ranks for the step's) and the global norm of the
     gradients before clipping. Both are 0-d tensors: reading them waits for the device.
     """
-    accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches a rank
+    accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches per rank
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
     step_loss = torch.zeros((), device=world.device)
@@ -281,20 +282,20 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
         is_last = micro == accumulation - 1
         # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
         fsdp.set_grad_sync(wrapped, is_last, every=cfg.grad_sync == "every")
-        # Dropout's seed: this micro-batch's number in the whole step, so that its masks do
-        # not depend on the world size.
+        # Seed dropout by this micro-batch's number in the whole step: its masks are then the same
+        # at any world size.
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
         x, y, weight = batches.get(step, micro)
         with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
-            # Take the loss alone: a name for the logits would keep their memory.
+            # Keep only the loss: holding the logits would keep their memory.
             loss = wrapped(x, y)[1]
-        # FSDP and DDP average over ranks, and this over micro-batches. With n targets that
-        # count here, weight is n / mean(n), the mean over the step's micro-batches on all
-        # ranks (data/loader.py). So each target of the step counts the same.
+        # FSDP and DDP average over ranks; dividing by accumulation averages over micro-batches.
+        # weight is n / mean(n) for n targets that count here, with the mean over all micro-batches
+        # of the step (data/loader.py): it makes each target of the step count the same.
         loss = loss * weight / accumulation
-        # Fetch the next micro-batch now, while the GPU has a forward to do. After a step that
-        # is logged it would be idle: reading the loss waits until its queue is empty.
+        # Fetch the next micro-batch while the GPU runs forward. Later could be too late: after a
+        # logged step its queue is empty.
         batches.prefetch_next(step, micro)
         scaler.scaled(loss).backward()
         step_loss += loss.detach()
@@ -326,8 +327,8 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
     weights = torch.zeros_like(total)
     with fsdp.inference(wrapped):
         for turn, (x, y, weight) in enumerate(weighted_batches):
-            # A model that draws random numbers here (docs/model_file.md) draws the same ones in
-            # each evaluation, at any world size.
+            # If the model draws random numbers in evaluation, make them the same each time, at
+            # any world size.
             number = turn * world.size + world.rank
             torch.manual_seed(derive_seed(cfg.seed, "evaluation", number))
             with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
@@ -365,12 +366,13 @@ def train(cfg):
         scaler.load_state_dict(source.header["scaler"])
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
-    run_id = None  # eval_only leaves the directory as it is
+    # eval_only leaves the directory as it is.
+    run_id = None
     if not cfg.eval_only:
         run_id = from_rank0(world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, flops)
     saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
-    source = None  # unmap the file: it may be replaced, and would keep its disk space
+    source = None  # unmap the file: once replaced, it would still take disk space
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -383,7 +385,7 @@ def train(cfg):
                 saver.save(model, optimizer, scaler, step, best_val_loss)
             hint = "continue with the same command and --init_from=auto"
             if cfg.checkpoint == "none":
-                hint = "nothing was saved, as checkpoint=none says"
+                hint = "nothing was saved, because checkpoint=none"
             print0(world, f"stopped by a signal after step {step}; {hint}")
             break
 

@@ -126,7 +126,7 @@ def test_fault_a_run_without_checkpoints_leaves_none_when_it_is_stopped(tmp, wor
         os.kill(rank.pid, signal.SIGTERM)
     p = p.finish()
     assert p.returncode == 0, p.stderr
-    assert "nothing was saved, as checkpoint=none says" in p.stdout
+    assert "nothing was saved, because checkpoint=none" in p.stdout
     assert "saving" not in p.stdout and "saved step" not in p.stdout
     assert os.listdir(out) == ["metrics.jsonl"] and losses(out)
 

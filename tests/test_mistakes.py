@@ -52,6 +52,8 @@ resolve TOY
   --dtype=float8 --cpu_offload=0.5 | --dtype=bfloat16
   --strategy=full_shard --dtype=float8 --reshard_group_size=2 | --reshard_group_size=0
   --strategy=shard_grad_op --reshard_group_size=2 | full_shard, hybrid_shard
+  --strategy=full_shard --reshard_group_size=3 | divisor of 2
+  --strategy=full_shard --reshard_group_size=1 | divisor of 2, from 2 on
   --strategy=ddp --reduce_dtype=bfloat16 | full_shard
   --lora_alpha=8; --lora_targets=c_attn; --dtype=bfloat16 --frozen_dtype=bfloat16 | --lora_rank
   --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing

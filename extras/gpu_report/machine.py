@@ -45,7 +45,8 @@ def links():
     """The rows of GPUs in nvidia-smi's table of the topology."""
     colours = r"\x1b\[\d*m"
     table = re.sub(colours, "", said_by("nvidia-smi", "topo", "-m"))
-    return [line.split() for line in table.splitlines() if re.match(r"GPU\d+\s", line)]
+    # Not the first line: it names the columns, and begins with GPU0 too.
+    return [line.split() for line in table.splitlines()[1:] if re.match(r"GPU\d+\s", line)]
 
 
 def versions():

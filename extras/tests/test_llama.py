@@ -41,7 +41,7 @@ import checkpoint
 import fsdp
 import sample
 import train
-from configurator import load_config, model_config, resolve
+from configurator import load_config, resolve
 from data.documents import Document
 from data.files import open_tokens
 from data.loader import TokenFiles, read_meta
@@ -149,7 +149,7 @@ def test_llama_configs_have_the_published_numbers():
     llama3 = dict(published, num_key_value_heads=8, rope_theta=5e5, tie_word_embeddings=False)
     _, sizes = understand(llama3)
     cfg = load_config([os.path.join(HERE, "extras", "config", "llama3_8b.py")])
-    assert {key: getattr(cfg, key) for key in sizes} == sizes
+    assert {key: getattr(cfg.sizes, key) for key in sizes} == sizes
     assert understand(dict(llama3, head_dim=128))[1] == dict(sizes, head_dim=0)  # as in config/
     _, absent = understand(published)  # what transformers takes where a key is absent
     keys = "rope_theta", "n_kv_head", "tie_embeddings"
@@ -353,7 +353,7 @@ def test_llama_units_by_size_are_the_published_wrapping(name, per_block):
     """FSDP1's size_based_auto_wrap_policy with 100,000,000 on Llama 2, as its users print it."""
     cfg = load_config([os.path.join(HERE, "extras", "config", f"{name}.py")])
     with torch.device("meta"):
-        model = llama.Model(model_config(cfg))
+        model = llama.Model(cfg.sizes)
     names = {module: name for name, module in model.named_modules()}
     expected = [f"model.layers.{i}.{part}" for i in range(cfg.sizes.n_layer) for part in per_block]
     units = [names[unit] for unit in fsdp.find_units(model, model.blocks, 100_000_000)]

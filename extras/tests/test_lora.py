@@ -190,7 +190,7 @@ def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, ca
     run_training(tmp, out, init_from="resume", max_iters=2, learning_rate=KEYS["learning_rate"])
     assert f"step 2 of run {run}" in starts()
     p = script("extras/huggingface.py", out, tmp_path / "merged")
-    assert p.returncode == 0 and p.stderr.count("now at step 2 of run another") == 1, p.stderr
+    assert p.returncode == 0 and p.stderr.count("now step 2 of run another") == 1, p.stderr
     own.rename(tmp_path / "moved")
     line = refused(starts)
     assert f"{out}/ckpt.pt: base={own}: " in line and "init_from" not in line
