@@ -497,7 +497,10 @@ def test_plan_every_gathered_unit_is_freed(name, more):
     flags = [*TINY, *argv, *more, f"--gradient_accumulation_steps={2 * size}"]
     timeline, _, events, _ = rehearse(*plan.place(load_config(flags), size, MACHINE))
     whole = set()
+    ahead = "freeze" in str(more) and name != "shard_grad_op"
     for e in events:
+        if ahead and e.unit == "block 0" and e.where.startswith("backward"):
+            continue  # gathered ahead of a backward that never comes there: FSDP2 drops it
         if e.what == "all_gather":
             assert e.unit not in whole and e.where.startswith(("forward", "backward"))
             whole.add(e.unit)
