@@ -44,7 +44,7 @@ NO_SAVE = {"save_s": None, "save_stood_s": None}
 
 
 def peak_flops(device):
-    """Peak bf16 FLOP/s; None if unknown. It compares whole names, since L40 contains L4."""
+    """Peak bf16 FLOP/s; None if unknown. It compares whole names, since H100 PCIe contains H100."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -199,7 +199,7 @@ class Log:
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
-        waited = torch.tensor(batches.seconds, device=self.world.device)
+        waited = torch.tensor(batches.seconds)  # in host memory: no collective of the GPU's
         batches.seconds = 0
         waited = all_reduce_max_(waited, self.world).item()  # all ranks wait for the slowest
         data_ms = waited / steps * 1000

@@ -609,6 +609,13 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
         json.dump({"vocab_size": vocab, **meta}, f)
 
 
+def log_step(log, step, loss=4.0, seconds=0.0):
+    """What train.train logs of a step. seconds: that it has waited for its batches."""
+    optimizer = types.SimpleNamespace(param_groups=[dict(lr=1e-3)])
+    scaler = LossScaler(types.SimpleNamespace(dtype="float32"))
+    log.step(step, loss, 1.0, optimizer, scaler, types.SimpleNamespace(seconds=seconds))
+
+
 def read_metrics(out):
     """The rows that count: a resumed run appends, and takes back what lies from its step on."""
     def place(row):  # the evaluation before a step has its number

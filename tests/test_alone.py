@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -367,8 +368,11 @@ def test_alone_allocate_keeps_values_and_ties():
     fsdp.allocate(model, "cpu")
     assert model.prompt is model.head.bias and not model.head.weight.is_meta
     assert torch.equal(model.layers[0].norm.running_var, state["layers.0.norm.running_var"])
-    fsdp.allocate(model, "meta")  # a device that is here: all of it moves
-    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    moved = []
+    with patch.object(torch.Tensor, "to", lambda t, device: moved.append([id(t), device]) or t):
+        fsdp.allocate(model, "cuda")  # which need not be there
+    everything = (*model.parameters(), *model.buffers())
+    assert moved == [[id(t), "cuda"] for t in everything]
 
 
 def test_alone_inference_leaves_each_module_in_its_mode():

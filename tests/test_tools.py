@@ -22,6 +22,7 @@ from harness import (
     Ranks,
     arguments,
     launch,
+    log_step,
     make_data,
     on_ranks,
     plain_gpt,
@@ -192,15 +193,16 @@ def test_tools_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, ca
     """A step of 2 s on two ranks of a peak that they reach a tenth of."""
     peak = plain_flops() * 12 * 2 * 16 / 2 / 2 * 10
     monkeypatch.setattr(metrics, "peak_flops", lambda device: peak)
+    monkeypatch.setattr(metrics, "all_reduce_max_", lambda x, world: x)
     monkeypatch.setattr(metrics.time, "time", lambda: 5.0)
     cfg = tiny(tmp, bias=False)
     flops = metrics.step_flops(train.meta_model(cfg), cfg, World(size=2))
     log = metrics.Log(cfg, World(size=2), str(tmp_path), "the-id", 0, flops)
     monkeypatch.setattr(metrics.time, "time", lambda: 7.0)
-    log.step(0, 4.0, 1.0, 1e-3, None, 0.5)
+    log_step(log, 0, seconds=0.5)
     assert "time 2000.00ms, mfu 10.00%, 192 tok/s" in capsys.readouterr().out
     monkeypatch.setattr(metrics.time, "time", lambda: 11.0)
-    log.step(1, 4.0, 1.0, 1e-3, None, 0.25)
+    log_step(log, 1, seconds=0.25)
     rows = [(row["mfu"], row["time_ms"], row["wall_s"]) for row in read_metrics(tmp_path)]
     assert rows == [pytest.approx((0.1, 2e3, 2)), pytest.approx((0.05, 4e3, 6))]  # in all: 6 s
     assert [row["data_ms"] for row in read_metrics(tmp_path)] == [500, 250]
@@ -233,7 +235,7 @@ def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatc
     monkeypatch.setattr(metrics, "peak_memory", lambda device: 2**30)
     log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
     log.world = World(device=torch.device("cuda"))
-    log.step(0, 4.0, 1.0, 1e-3, None, 0)
+    log_step(log, 0)
     said = "mem 1.00GiB (0.50GiB at rest, 3.00GiB reserved, 8.00GiB free, 5 retries), "
     assert said in capsys.readouterr().out
     (row,) = read_metrics(tmp_path)
@@ -242,8 +244,8 @@ def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name, peak", [
-    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40", 181e12), ("NVIDIA L4", 121e12),
-    ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12), ("NVIDIA A10G", 70e12),
+    ("Tesla V100-SXM2-32GB", 125e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA L400", None)])
 def test_tools_peak_flops_needs_the_exact_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

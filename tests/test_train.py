@@ -25,6 +25,7 @@ from harness import (
     TINY,
     arguments,
     built,
+    log_step,
     losses,
     on_ranks,
     plain_gpt,
@@ -47,7 +48,6 @@ import optimizer
 import train
 from configurator import load_config
 from data.loader import TokenFiles
-from optimizer import LossScaler
 from ranks import StopSignal, World
 
 SHORT = dict(gradient_accumulation_steps=8, max_iters=3, eval_interval=3)
@@ -417,12 +417,6 @@ def test_log_time_is_a_steps_without_evaluation_and_saves(tmp, monkeypatch, caps
     assert [row["tokens_per_s"] for row in rows] == [12 * 2 * 16 / 60] * 4
     left = re.findall(r", (\S+)m left", capsys.readouterr().out)
     assert left == ["7.0", "4.0", "1.0", "0.0"]
-
-
-def log_step(log, step, seconds=0.0):
-    optimizer = SimpleNamespace(param_groups=[dict(lr=1e-3)])
-    scaler = LossScaler(SimpleNamespace(dtype="float32"))
-    log.step(step, 1.0, 1.0, optimizer, scaler, SimpleNamespace(seconds=seconds))
 
 
 def test_log_says_how_long_a_step_has_waited_for_its_batches(tmp, tmp_path):
