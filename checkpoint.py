@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from configurator import as_dict, model_args
 from data.loader import SafeUnpickler, data_dir, read_meta
-from fsdp import broadcast_full, gather_full, tied_names
+from fsdp import gather_full, tied_names, write_full
 from ranks import (
     PATIENCE,
     World,
@@ -160,32 +160,27 @@ def load(source, model, optimizer, world):
         print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
                       "train now; theirs starts anew")
     if source.shapes:
-        load_tensors(source, flat_state(model, optimizer), model.config, world)
+        load_tensors(source, flat_state(model, optimizer), model.config)
     if source.base:
         # The source has LoRA's matrices alone; the frozen parameters are in the base's files.
         own = {f"model.{name}": params[name].detach() for name in model.base_names}
-        load_tensors(source.base, own, model.config, world)
+        load_tensors(source.base, own, model.config)
+    if world.size > 1:
+        # Another rank may read its disk for long. Wait here: a collective would time out.
+        dist.barrier(patient_group())
 
 
-def load_tensors(source, tensors, config, world):
-    """Set tensors, {flat key: tensor}, from the source (all ranks). Each rank takes the rows that
-    it keeps now, whatever ranks have written them: DCP reads a sharded source's, and rank 0 sends
-    a full one's tensors whole."""
+def load_tensors(source, tensors, config):
+    """Set tensors, {flat key: tensor}, from the source. Each rank reads the rows that it keeps
+    now, whatever ranks have written them."""
     for key, t in tensors.items():
         require_shape(source, key, tuple(t.shape), config)
     if source.sharded:
-        group = patient_group() if dist.is_initialized() else None
-        read_sharded(source.path, tensors, group)
+        read_sharded(source.path, tensors)
         return
     for key, t in tensors.items():
-        full = None
-        if world.rank == 0:
-            rows = tuple(slice(n) for n in t.shape)
-            full = source.get(key)[rows]  # a shorter context takes fewer rows of positions
-        if world.size > 1:
-            # Rank 0 may read its disk for long. Wait here: the broadcast would time out.
-            dist.barrier(patient_group())
-        broadcast_full(t, full)
+        rows = tuple(slice(n) for n in t.shape)  # a shorter context takes fewer rows of positions
+        write_full(t, source.get(key)[rows])
 
 
 def require_shape(source, key, ours, config):
@@ -366,10 +361,9 @@ def open_sharded(path):
     return Source(path, header, shapes, get, sharded=True)
 
 
-def read_sharded(path, tensors, group=None):
-    """Fill tensors, each with this rank's rows (collective in group)."""
-    reader = MetadataReader(path)
-    dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+def read_sharded(path, tensors):
+    """Fill tensors, each with this rank's rows. Ranks don't wait for each other."""
+    dcp.load(tensors, storage_reader=MetadataReader(path), no_dist=True)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -430,11 +424,11 @@ def checksum(path):
 
 @dataclass
 class Source:
-    """An opened checkpoint, or a directory in Hugging Face format."""
+    """An opened checkpoint, or a directory in Hugging Face format. Every rank opens its own."""
     path: str
     header: dict
     shapes: dict  # {flat key: shape}
-    get: object = None  # function: flat key -> the whole tensor on the CPU; only on rank 0
+    get: object = None  # function: flat key -> the whole tensor on the CPU
     sharded: bool = False
     base: object = None  # the Source of what this one's LoRA matrices adapt
 
@@ -442,9 +436,6 @@ class Source:
         """True if it, or its base, has the values of this parameter."""
         in_base = self.base is not None and self.base.has(name)
         return in_base or f"model.{name}" in self.shapes
-
-    def __getstate__(self):  # the other ranks, to which rank 0 sends it, have no file open
-        return {**vars(self), "get": None}
 
 
 def weights_only(source):
@@ -477,18 +468,26 @@ def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all
     ranks). out_dir may also be a checkpoint itself.
     A damaged one is named and passed over; SystemExit if all of them are damaged."""
-    sources, problems = from_rank0(world, lambda: open_all(out_dir))
-    while sources and not intact(sources[0], world):  # reads the newest, and seldom another
-        source = sources.pop(0)
-        reason = "damaged, or not visible to every rank" if source.sharded else "damaged"
-        problems.append(f"{source.path}: {reason}")
+    sources, problems = open_all(out_dir) if world.rank == 0 else ([], [])
+    steps = {source.path: source.header["iter_num"] for source in sources}
+    steps, problems = from_rank0(world, lambda: (steps, problems))
+    found = None
+    for path, step in steps.items():
+        source = sources.pop(0) if world.rank == 0 else open_or_none(path)
+        # A run that goes on there may have replaced ckpt.pt since rank 0 has opened it.
+        is_same = source is not None and source.header["iter_num"] == step
+        good = float(is_same and intact(source, world))
+        good_ranks = all_reduce_mean_(torch.tensor(good), world, patient=True)
+        if good_ranks == 1:
+            found = source
+            break
+        problems.append(f"{path}: damaged, replaced just now, or not visible to every rank")
     remedy = "move it away, or pass another out_dir"
-    if problems and not sources:
+    if problems and not found:
         raise SystemExit(f"{problems[0]}; {remedy}")
-    if world.rank == 0:
-        for problem in problems:
-            print(f"skipping {problem}; {remedy}", file=sys.stderr)
-    return sources[0] if sources else None
+    for problem in problems:
+        print0(world, f"skipping {problem}; {remedy}", file=sys.stderr)
+    return found
 
 
 def open_all(out_dir):
@@ -499,15 +498,30 @@ def open_all(out_dir):
     problems = []
     names = ("ckpt.pt", "last.pt", *complete_steps(out_dir))
     for path in (out_dir, *(os.path.join(out_dir, name) for name in names)):
-        is_full = path.endswith(".pt") and os.path.isfile(path)
-        if not is_full and not os.path.exists(os.path.join(path, HEADER)):
+        is_there = is_full(path) or os.path.exists(os.path.join(path, HEADER))
+        if not is_there:
             continue
         try:
-            sources.append(open_full(path) if is_full else open_sharded(path))
+            sources.append(open_one(path))
         except Exception as e:  # a damaged zip or pickle raises almost anything
             problems.append(f"{path}: not readable ({type(e).__name__}: {first_line(e)})")
     sources.sort(key=lambda source: source.header["iter_num"], reverse=True)
     return sources, problems
+
+
+def is_full(path):
+    return path.endswith(".pt") and os.path.isfile(path)
+
+
+def open_one(path):
+    return open_full(path) if is_full(path) else open_sharded(path)
+
+
+def open_or_none(path):
+    try:
+        return open_one(path)
+    except Exception:  # rank 0 could open it, so it has changed, or is on another disk
+        return None
 
 
 def complete_steps(out_dir):
@@ -523,24 +537,20 @@ def is_step(name):
 
 
 def intact(source, world):
-    """True if all bytes match their checksums (all ranks): rank 0 reads a full one, and
-    of a sharded one each rank reads some files."""
-    if not source.sharded:
-        return from_rank0(world, lambda: zip_is_intact(source.path))
-    files = source.header.get("files", {})
-    good = True
-    for name in sorted(files)[world.rank::world.size]:
-        path = os.path.join(source.path, name)
-        good = good and os.path.exists(path) and checksum(path) == files[name]
-    good_ranks = all_reduce_mean_(torch.tensor(float(good)), world, patient=True)
-    return good_ranks == 1
-
-
-def zip_is_intact(path):
+    """True if the bytes that this rank reads match their checksums. The ranks share the files of
+    a sharded checkpoint, and the records of a full one's zip."""
+    mine = slice(world.rank, None, world.size)
     try:
-        with zipfile.ZipFile(path) as records:
-            return records.testzip() is None
-    except Exception:  # of a damaged zip it raises almost anything
+        if source.sharded:
+            files = sorted(source.header["files"].items())[mine]
+            return all(checksum(os.path.join(source.path, name)) == crc for name, crc in files)
+        with zipfile.ZipFile(source.path) as records:
+            for name in records.namelist()[mine]:
+                with records.open(name) as f:
+                    while f.read(1 << 24):
+                        pass  # at its end zipfile compares the checksum
+        return True
+    except Exception:  # a damaged zip raises almost anything
         return False
 
 

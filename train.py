@@ -253,7 +253,9 @@ def open_source(cfg, world, key="init_from"):
         source = checkpoint.weights_only(source)
     if not source and not own:
         huggingface = extra("huggingface", wanted_by=f"{key}={cfg.init_from}")
-        source = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key))
+        # Rank 0 downloads it, and then every rank opens the copy in its own node's cache.
+        path = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key).path)
+        source = huggingface.open_pretrained(path, key)
     base = source and source.header.get("base")
     if base:
         source.base = open_source(replace(cfg, init_from=base), world, f"{source.path}: base")

@@ -20,7 +20,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Ranks, arguments, launch, read_ckpt, refused, started, tiny, trained
+from harness import (
+    HERE,
+    Ranks,
+    arguments,
+    launch,
+    on_ranks,
+    read_ckpt,
+    refused,
+    started,
+    tiny,
+    trained,
+    values,
+)
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -32,7 +44,7 @@ import checkpoint
 import sample
 import train
 from configurator import resolve
-from ranks import World
+from ranks import World, setup
 
 NEW, OLD = "step-000000004", "step-000000002"
 NAME = "transformer.wte.weight"
@@ -182,10 +194,37 @@ def test_damage_is_said_and_the_run_goes_on_from_the_older_one(out, tmp, world, 
 
 def test_damage_is_looked_for_on_a_slow_disk(out):
     """Another rank may read for longer than a collective of training may take."""
-    source = checkpoint.open_sharded(str(out / NEW))
     with patch.object(checkpoint, "all_reduce_mean_", return_value=1.0) as agree:
-        assert checkpoint.intact(source, World(size=2))
+        assert found(out) == 4
     assert agree.call_args.kwargs == {"patient": True}
+
+
+def case_replaced(sound, out, kind):
+    """What two ranks find in a directory whose run has saved again between their opens; or whose
+    newest one rank 1 does not see."""
+    world = setup("cpu", "auto")
+    mine = shutil.copytree(sound, f"{out}-{world.rank}")
+    if world.rank == 1 and kind == "full":
+        torch.save({**read_ckpt(mine), "iter_num": 6}, f"{mine}/ckpt.pt")
+    elif world.rank == 1:
+        shutil.rmtree(f"{mine}/{NEW}")
+    os.chdir(mine)  # so that both ranks call it by one name
+    try:
+        return checkpoint.find(".", world).header["iter_num"]
+    except SystemExit as e:
+        return e.code
+    finally:
+        os.chdir(HERE)
+
+
+def test_damage_is_what_ranks_see_differently(sound, tmp_path):
+    """They must not begin at different steps."""
+    cases = {kind: (case_replaced, dict(sound=sound[kind][0], out=f"{tmp_path}/{kind}", kind=kind))
+             for kind in sound}
+    results = on_ranks(2, cases)
+    for line in values(results, "full"):
+        assert "ckpt.pt: damaged, replaced just now, or not visible to every rank; " in line
+    assert values(results, "sharded") == [2, 2]
 
 
 def test_damage_of_a_full_one_falls_back_to_what_lies_beside_it(sound, out):
@@ -207,10 +246,28 @@ def two_full(sound, tmp_path):
 
 def test_damage_is_looked_for_in_the_tensors_of_the_newest_full_one_only(two_full):
     out, newest = two_full
-    real = zipfile.ZipFile.testzip
-    with patch.object(zipfile.ZipFile, "testzip", autospec=True, side_effect=real) as read:
+    real, read = zipfile.ZipFile.open, {}
+
+    def opened(records, name, *args, **kwargs):
+        read.setdefault(records.filename, set()).add(name)
+        return real(records, name, *args, **kwargs)
+
+    with patch.object(zipfile.ZipFile, "open", opened):
         assert found(out) == 4
-    assert [call.args[0].filename for call in read.call_args_list] == [str(newest)]
+    with zipfile.ZipFile(newest) as records:
+        assert read[str(newest)] == set(records.namelist())
+    assert {name.rpartition("/")[2] for name in read[f"{out}/ckpt.pt"]} == {"data.pkl"}
+
+
+def test_damage_of_a_full_one_is_looked_for_by_all_ranks_together(two_full):
+    """Each record is read by one of them."""
+    _, newest = two_full
+    good = newest.read_bytes()
+    newest.write_bytes(in_a_tensor(good))
+    source = checkpoint.open_full(str(newest))
+    for size in (1, 2, 3):
+        seen = [checkpoint.intact(source, World(rank=rank, size=size)) for rank in range(size)]
+        assert seen.count(False) == 1
 
 
 def in_a_tensor(data):

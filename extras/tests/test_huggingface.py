@@ -107,7 +107,7 @@ def case_gpt2(path, strategy):
 
 
 def test_huggingface_gpt2_starts_on_ranks_with_its_weights(tmp_path):
-    """Its files are transposed, and a broadcast sends memory as it lies."""
+    """Its files are transposed, and each rank takes its rows of them."""
     make_hf(tmp_path, "gpt2")
     cases = {name: (case_gpt2, dict(path=str(tmp_path), strategy=name))
              for name in ("ddp", "full_shard")}
