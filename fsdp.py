@@ -28,8 +28,6 @@ imports only torch (2.13 or later), so you can copy it into your own project:
     # On every rank too: rank 0 gets tensors, the others None. (named_parameters() has no buffers,
     # and a tied parameter under one name only.)
     state = {name: gather_full(t) for name, t in model.state_dict().items()}
-    for name, t in model.state_dict().items():  # and back, from rank 0
-        broadcast_full(t, state[name])
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
 their gradients reduced, in one collective. Hooks do it, so no line here shows it:
@@ -386,14 +384,3 @@ def write_full(t, full):
     per_rank = math.ceil(len(t) / mesh.size(-1))
     first = per_rank * mesh.get_local_rank(-1)
     t.to_local().copy_(full[first:first + per_rank])
-
-
-def broadcast_full(t, full):
-    """Set t on every rank from the whole value `full` that rank 0 has (collective)."""
-    if dist.is_initialized():
-        device = t.device_mesh.device_type if isinstance(t, DTensor) else t.device
-        if dist.get_rank() > 0:
-            full = torch.empty(t.shape, dtype=t.dtype, device=device)
-        full = full.to(device, t.dtype).contiguous()
-        dist.broadcast(full, src=0)
-    write_full(t, full)

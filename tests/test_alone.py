@@ -75,6 +75,8 @@ rows = {name: p.to_local().shape for name, p in model.named_parameters()}
 assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
 found = dict(state=state, norm=norm, loss=loss.detach(), logits=logits, rows=rows)
 
+for t in model.state_dict().values():  # all that rank 0 must send
+    (t.to_local() if isinstance(t, DTensor) else t).zero_()
 DOCUMENTED
 with inference(model):
     found["embedded"] = model.embed(x)
@@ -272,8 +274,8 @@ def case_model(meta, offload, freeze=0):
 
 
 def case_file_in_bf16():
-    """Two parameters from whole values of another dtype, which only rank 0 has: on every rank
-    the largest difference of its rows, or of its copy."""
+    """Parameters from whole values of another dtype: on every rank the largest difference of its
+    rows, or of its copy."""
     layer = nn.Linear(12, 5)
     fsdp.shard(layer, [], fsdp.make_mesh("cpu"))
     plain = torch.zeros(5, 12)
@@ -282,8 +284,7 @@ def case_file_in_bf16():
     first = int(os.environ["RANK"]) * 3  # rows 0 to 2, and 3 to 4
     found = []
     for t in (layer.weight, plain, in_bf16):
-        given = whole.bfloat16() if first == 0 else None
-        fsdp.broadcast_full(t, given)
+        fsdp.write_full(t, whole.bfloat16())
         own = t.to_local() if t is layer.weight else t
         expected = whole[first:first + 3] if t is layer.weight else whole
         found.append((own - expected).abs().max().item())
