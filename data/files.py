@@ -46,6 +46,46 @@ def extra(name, wanted_by):
     return importlib.import_module(f"extras.{name}")
 
 
+# ---------- writing: all or nothing -------------------------------------------
+
+
+def write_files(directory, files):
+    """Write {name: content}. Whenever this is killed, each file is whole, or what it was before.
+
+    A content is an iterable of bytes-like objects, or a function that writes to the open file.
+    Raises OSError if the disk refuses, and what such a function raises; then no file has changed,
+    unless only a rename or the last sync failed.
+    """
+    temporary = {name: Path(directory, f"{name}.tmp") for name in files}
+    try:
+        for name, content in files.items():
+            with open(temporary[name], "wb") as f:
+                if callable(content):
+                    content(f)
+                else:
+                    f.writelines(content)
+                f.flush()
+                os.fsync(f.fileno())
+        for name, path in temporary.items():
+            os.replace(path, Path(directory, name))
+        sync(directory)  # the renames themselves
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+
+
+def sync(path):
+    """Wait until a file's content, or the names in a directory, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ---------- tokens ------------------------------------------------------------
+
+
 def header(dtype, count):
     """llm.c's header for `count` tokens, as bytes."""
     numbers = np.zeros(256, np.int32)

@@ -59,6 +59,7 @@ from data.files import (  # noqa: E402
     open_split,
     read_record,
     shard_name,
+    write_files,
 )
 from data.tokenizer import encoder  # noqa: E402
 
@@ -397,24 +398,6 @@ def write_small(out, train, val, **meta):
         write_files(out, {file: [content] for file, content in contents.items()})
     print(f"{out}/train.bin: {len(train):,} tokens")
     print(f"{out}/val.bin: {len(val):,} tokens")
-
-
-def write_files(out, files):
-    """Write {name: parts}. Whenever this is killed, each file is whole or not there."""
-    try:
-        for name, parts in files.items():
-            with open(out / f"{name}.tmp", "wb") as f:
-                f.writelines(parts)
-                f.flush()
-                os.fsync(f.fileno())
-        for name in files:
-            os.replace(out / f"{name}.tmp", out / name)
-        directory = os.open(out, os.O_RDONLY)
-        os.fsync(directory)  # the renames themselves
-        os.close(directory)
-    finally:
-        for name in files:
-            (out / f"{name}.tmp").unlink(missing_ok=True)
 
 
 @contextmanager

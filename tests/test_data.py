@@ -34,7 +34,6 @@ from harness import (
     HERE,
     children,
     flags,
-    power_cut,
     refused,
     run_training,
     script,
@@ -44,7 +43,7 @@ from harness import (
 from data import loader
 from data import prepare as prepare_py
 from data.documents import Document
-from data.files import RECORD, STATE, header, shard_name
+from data.files import RECORD, STATE, header, shard_name, write_files
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
 from data.tokenizer import gpt2_bpe, tokenizer
@@ -633,7 +632,7 @@ def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path):
 
 
 def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_too(tmp_path):
-    """After a power cut a file is whole or not there, and one that was written stays."""
+    """After a power cut a file is whole or what it was, and one that was written stays."""
     seen = []
     fsync, replace = os.fsync, os.replace
 
@@ -647,9 +646,27 @@ def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_
         replace(source, target)
 
     with patch.object(os, "fsync", synced), patch.object(os, "replace", renamed):
-        prepare_py.write_files(tmp_path, {"a": [b"x", b"y"], "b": [b"z"]})
+        write_files(str(tmp_path), {"a": [b"x", memoryview(b"y")], "b": lambda f: f.write(b"z")})
     assert seen == [("a.tmp", "xy"), ("b.tmp", "z"), ("a.tmp", "a"), ("b.tmp", "b"),
                     (tmp_path.name, None)]
+    assert files_of(tmp_path) == {"a": b"xy", "b": b"z"}
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_files_stay_what_they_were_when_a_write_fails(tmp_path, monkeypatch, call):
+    """The error is the caller's to tell; no temporary file stays."""
+    before = {"a": b"old", "b": b"old"}
+    write_files(tmp_path, {name: [content] for name, content in before.items()})
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fails(*_):
+        raise full
+
+    if call != "write":
+        monkeypatch.setattr(os, call, fails)
+    with pytest.raises(OSError) as e:
+        write_files(tmp_path, {"a": [b"new"], "b": fails if call == "write" else [b"new"]})
+    assert e.value is full and files_of(tmp_path) == before
 
 
 def run_prepare(argv, renames=0, pids=None):
@@ -674,20 +691,6 @@ def is_running(pid):
             return " Z " not in f.read()
     except OSError:
         return False
-
-
-def test_prepare_leaves_files_that_a_power_cut_does_not_take(tmp_path):
-    """Their bytes before their names, which are the directory's."""
-    rename, renamed = os.replace, []
-
-    def replace(source, target):
-        assert is_safe(source)
-        renamed.append(target.name)
-        rename(source, target)
-
-    with power_cut() as is_safe, patch.object(os, "replace", replace):
-        prepare_py.write_files(tmp_path, {"a.bin": [b"1", b"23"], STATE: [b"{}"]})
-        assert is_safe(tmp_path) and os.listdir(tmp_path) and renamed == ["a.bin", STATE]
 
 
 def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch,
