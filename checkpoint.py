@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
 from configurator import as_dict, model_args
+from data.files import sync, write_files
 from data.loader import SafeUnpickler, data_dir, read_meta
 from fsdp import gather_full, tied_names, write_full
 from ranks import (
@@ -224,7 +225,9 @@ def write_ckpt_pt(path, flat, header):
     ckpt = {key: value for key, value in header.items() if key not in ("ties", "param_groups")}
     ckpt["model"] = weights
     ckpt["optimizer"] = {"state": state, "param_groups": header["param_groups"]}
-    write_atomically(path, lambda f: torch.save(ckpt, f))
+    directory, name = os.path.split(path)
+    with writing(path):
+        write_files(directory, {name: lambda f: torch.save(ckpt, f)})
 
 
 def open_full(path):
@@ -322,9 +325,8 @@ def add_header(path, header, written):
         raise SystemExit(
             f"out_dir={header['config']['out_dir']} is not the same on all nodes, {path} lacks "
             f"{min(missing)}: use a shared disk, or --checkpoint=full")
-    text = sealed(header).encode()
-    write_atomically(os.path.join(path, HEADER), lambda f: f.write(text))
     with writing(path):
+        write_files(path, {HEADER: [sealed(header).encode()]})
         sync(os.path.dirname(path))  # the name of path itself
 
 
@@ -817,23 +819,6 @@ class Saver:
 # ---------- writing: all or nothing -------------------------------------------
 
 
-def write_atomically(path, write):
-    """Call write(file) for a new file, and give it the name `path` once it is on the
-    disk. A kill or a full disk leaves the file that was there before."""
-    tmp = path + ".tmp"
-    with writing(path):
-        try:
-            with open(tmp, "wb") as f:
-                write(f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(tmp, path)
-            sync(os.path.dirname(path) or ".")  # the rename itself
-        finally:
-            if os.path.exists(tmp):
-                os.remove(tmp)
-
-
 def replace_link(make, target, path):
     """Let path be a link to target. make: os.link or os.symlink."""
     tmp = path + ".tmp"
@@ -843,13 +828,6 @@ def replace_link(make, target, path):
         make(target, tmp)
         os.replace(tmp, path)
         sync(os.path.dirname(path))
-
-
-def sync(path):
-    """Wait until a file's content, or the names in a directory, are on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
 
 
 class CannotWrite(SystemExit):

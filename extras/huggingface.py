@@ -23,8 +23,9 @@ import torch
 
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-from checkpoint import BUFFERS, Source, write_atomically, writing
+from checkpoint import BUFFERS, Source, writing
 from configurator import DTYPES, Config, model_file, package
+from data.files import write_files
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, encoder, gpt2_bpe, name_of
 from extras.hf_tokenizer import BESIDE, local_copy
@@ -274,7 +275,7 @@ def export(source, path, dtype="float32"):
         for file in ("config.json", "generation_config.json"):
             if file in files:
                 files[file] = with_end(files[file], end)
-    write_files(path, files)
+    write_directory(path, files)
 
 
 def merged(source):
@@ -322,14 +323,14 @@ def export_adapter(source, path):
     files, _ = their_tokenizer(source)
     files["adapter_config.json"] = json.dumps(config, indent=2).encode()
     files["adapter_model.safetensors"] = save(tensors, {"format": "pt"})
-    write_files(path, files)
+    write_directory(path, files)
 
 
-def write_files(path, files):
+def write_directory(path, files):
+    """Write {file: content}. SystemExit if the disk refuses."""
     with writing(path):
         os.makedirs(path, exist_ok=True)
-    for file, content in files.items():
-        write_atomically(f"{path}/{file}", lambda f, content=content: f.write(content))
+        write_files(path, {file: [content] for file, content in files.items()})
 
 
 def their_config(source, dtype):

@@ -420,20 +420,22 @@ def test_checkpoint_of_a_version_with_other_keys_is_resumed(tmp, sound, tmp_path
 def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path):
     """A crash of the machine may undo what was not synced, but not what was renamed before it."""
     calls, rename = [], os.replace
+    header = dict(param_names=[], param_groups=[], ties=[], iter_num=0)
 
     def replace(source, target):
-        calls.append(("rename", source, target))
+        calls.append(("rename", str(source), str(target)))
         rename(source, target)
 
     def fsync(fd):
         calls.append(("sync", os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
 
     with patch.object(os, "fsync", fsync), patch.object(os, "replace", replace):
-        checkpoint.write_atomically(f"{tmp_path}/file", lambda f: f.write(b"hello"))
+        checkpoint.write_ckpt_pt(f"{tmp_path}/ckpt.pt", {"model.x": torch.zeros(2)}, header)
     [(_, tmp, size), renamed, (sync, directory, _)] = calls
-    assert size == 5 and renamed == ("rename", tmp, f"{tmp_path}/file")
+    assert size == os.path.getsize(f"{tmp_path}/ckpt.pt")
+    assert renamed == ("rename", tmp, f"{tmp_path}/ckpt.pt")
     assert (sync, directory) == ("sync", str(tmp_path))
-    assert os.listdir(tmp_path) == ["file"]
+    assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
 def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp, tmp_path):
@@ -446,7 +448,7 @@ def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp,
     def replace(source, target):
         assert all(is_safe(f"{os.path.dirname(target)}/{name}")
                    for name in (".metadata", "__0_0.distcp", "header.json.tmp"))
-        done.append(target)
+        done.append(str(target))
         rename(source, target)
 
     def remove_sharded(path):
@@ -468,7 +470,7 @@ def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp,
 def test_checkpoint_links_are_on_the_disk(tmp_path):
     (tmp_path / "ckpt.pt").write_bytes(b"old")
     with power_cut() as is_safe:
-        checkpoint.write_atomically(f"{tmp_path}/step.pt", lambda f: f.write(b"hello"))
+        checkpoint.write_files(tmp_path, {"step.pt": [b"hello"]})
         checkpoint.replace_link(os.link, f"{tmp_path}/step.pt", f"{tmp_path}/ckpt.pt")
         assert is_safe(tmp_path) and is_safe(tmp_path / "ckpt.pt")
 
@@ -641,11 +643,15 @@ def test_checkpoint_old_ones_stay_until_the_new_one_is_complete(sharded, monkeyp
     saver.cfg = replace(run.cfg, keep_checkpoints=1)
     complete(saver, run, 1)
     seen = []
-    monkeypatch.setattr(checkpoint, "write_atomically", lambda path, write: (
-        seen.append((path, checkpoint.complete_steps(out))), write(None)))
-    with pytest.raises(AttributeError):  # it cannot write to None: the kill
+
+    def killed(path, files):
+        seen.append((path, *files, checkpoint.complete_steps(out)))
+        raise AttributeError
+
+    monkeypatch.setattr(checkpoint, "write_files", killed)
+    with pytest.raises(AttributeError):
         complete(saver, run, 2)
-    assert seen == [(f"{out}/step-000000002/header.json", ["step-000000001"])]
+    assert seen == [(f"{out}/step-000000002", "header.json", ["step-000000001"])]
     assert checkpoint.complete_steps(out) == ["step-000000001"]
 
 
