@@ -281,53 +281,46 @@ def read_header(path):
     return header
 
 
-def write_rows(path, rows, world, group):
-    """Every rank writes its rows to files in the directory, and syncs them (collective in
-    group). Returns on rank 0 [({file: checksum}, error or None)], an entry per rank."""
-    # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file
-    # before all of it has left Python's buffer, so we sync it ourselves.
-    writer = Writer(path, per_thread_copy_ahead=0, sync_files=False)
-    checksums = {}
-    error = None
-    try:
-        dcp.save(rows, storage_writer=writer, process_group=group)
-        for name in os.listdir(path):
-            is_mine = name.startswith(f"__{world.rank}_")  # as DCP names them
-            if is_mine or (name == ".metadata" and world.rank == 0):
-                file = os.path.join(path, name)
-                sync(file)
-                checksums[name] = checksum(file)
-    except dcp.CheckpointException as e:  # of any rank; it derives from BaseException
-        cause, _ = next(iter(e.failures.values()))
-        error = first_line(cause)
-    except OSError as e:  # of this rank
-        error = first_line(e)
-    own = checksums, error
-    if group is None:
-        return [own]
-    written = [None] * world.size if world.rank == 0 else None
-    dist.gather_object(own, written, group=group)
-    return written
+class Writer(dcp.FileSystemWriter):
+    """PyTorch's writer, which also completes the checkpoint. DCP hands what write_data returns on
+    each rank to finish on rank 0; what either raises becomes a CheckpointException on all ranks."""
 
+    def __init__(self, path, header):
+        # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file
+        # before all of it has left Python's buffer, so we sync it ourselves.
+        super().__init__(path, per_thread_copy_ahead=0, sync_files=False)
+        self.header = header
 
-def add_header(path, header, written):
-    """Complete a sharded checkpoint (rank 0), or remove it and raise CannotWrite if a
-    rank has failed. written: as write_rows returns it."""
-    header["files"] = {}
-    for checksums, error in written:
-        if error:
-            remove_sharded(path)  # the next save may need the room
-            raise cannot_write(path, error)
-        header["files"].update(checksums)
-    with writing(path):
-        missing = header["files"].keys() - set(os.listdir(path))
-    if missing:
-        raise SystemExit(
-            f"out_dir={header['config']['out_dir']} is not the same on all nodes, {path} lacks "
-            f"{min(missing)}: use a shared disk, or --checkpoint=full")
-    with writing(path):
-        write_files(path, {HEADER: [sealed(header).encode()]})
-        sync(os.path.dirname(path))  # the name of path itself
+    def write_data(self, plan, planner):
+        """This rank's rows. Returns a Future of (DCP's own results, {file: checksum})."""
+        try:
+            results = super().write_data(plan, planner).value()
+        except RuntimeError as e:
+            raise root_cause(e)  # here: what rank 0 receives has lost its context
+        prefix = plan.storage_data.prefix  # "__<rank>_"
+        files = [name for name in os.listdir(self.path) if name.startswith(prefix)]
+        written = torch.futures.Future()
+        written.set_result((results, {name: self.checksum_on_disk(name) for name in files}))
+        return written
+
+    def finish(self, metadata, results):
+        """On rank 0: .metadata, and then the header. With that it is a checkpoint."""
+        super().finish(metadata, [of_rank for of_rank, _ in results])
+        files = {".metadata": self.checksum_on_disk(".metadata")}
+        for _, checksums in results:
+            files.update(checksums)
+        missing = files.keys() - set(os.listdir(self.path))
+        if missing:
+            raise SystemExit(
+                f"out_dir={self.header['config']['out_dir']} is not the same on all nodes, "
+                f"{self.path} lacks {min(missing)}: use a shared disk, or --checkpoint=full")
+        header = {**self.header, "files": files}
+        write_files(self.path, {HEADER: [sealed(header).encode()]})
+        sync(self.path.parent)  # the name of the directory itself
+
+    def checksum_on_disk(self, name):
+        sync(self.path / name)
+        return checksum(self.path / name)
 
 
 def remove_sharded(path):
@@ -342,17 +335,7 @@ def open_sharded(path):
     header = read_header(path)
     if checksum(os.path.join(path, ".metadata")) != header["files"][".metadata"]:
         raise ValueError("its .metadata is damaged")
-    try:
-        entries = MetadataReader(path).read_metadata().state_dict_metadata
-    except Exception as e:  # its classes may be others in another version
-        theirs = header.get("torch") or "of another version"
-        if theirs == torch.__version__:
-            raise
-        # Do not pass it over: the run would go on from an older one, and replace it.
-        raise SystemExit(
-            f"{path}: torch {theirs} has written it, and torch {torch.__version__} cannot read "
-            f"its .metadata, whose checksum is right ({type(e).__name__}: {first_line(e)}); "
-            "resume with that torch, or pass another out_dir")
+    entries = MetadataReader(path).read_metadata().state_dict_metadata
     shapes = {key: tuple(entry.size) for key, entry in entries.items()}
 
     def get(key):
@@ -366,16 +349,6 @@ def open_sharded(path):
 def read_sharded(path, tensors):
     """Fill tensors, each with this rank's rows. Ranks don't wait for each other."""
     dcp.load(tensors, storage_reader=MetadataReader(path), no_dist=True)
-
-
-class Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, but on a full disk it raises the system's error."""
-
-    def write_data(self, *args):
-        try:
-            return super().write_data(*args)
-        except RuntimeError as e:
-            raise root_cause(e)  # here: what other ranks receive has lost its context
 
 
 class MetadataReader(dcp.FileSystemReader):
@@ -760,10 +733,18 @@ class Saver:
     def save_sharded(self, path, header, rows):
         """In the background: all ranks write their rows, then rank 0 completes the
         checkpoint and removes older ones. Returns the finish time."""
-        written = write_rows(path, rows, self.world, self.group)
+        error = None
+        try:
+            dcp.save(rows, storage_writer=Writer(path, header), process_group=self.group)
+        except dcp.CheckpointException as e:  # of any rank; it derives from BaseException
+            error, _ = next(iter(e.failures.values()))
+            if not isinstance(error, OSError):
+                raise error  # a disk that is not shared, or a bug: no later save goes better
 
         def complete():
-            add_header(path, header, written)
+            if error:
+                remove_sharded(path)  # the next save may need the room
+                raise cannot_write(path, error)
             self.best = header["best"]
             remove_older(path, self.best, self.cfg)
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -480,29 +480,23 @@ def sharded(tmp, tmp_path, monkeypatch):
     """(saver, run, out_dir) of a run whose ranks have written when a test says so."""
     run = built(tmp, checkpoint="sharded")
     saver = claimed(run, tmp_path / "out[1]")
-    saver.group = "a process group"
     saver.written = Queue()  # of None, or what a test would have go wrong
-    saver.others = []  # of the other ranks: ({file: checksum}, what went wrong) each
+    write_data = checkpoint.dcp.FileSystemWriter.write_data
 
-    def save(tensors, storage_writer, process_group):
-        storage_writer.path.mkdir(exist_ok=True)
-        for name in (".metadata", "__0_0.distcp"):
-            (storage_writer.path / name).write_text(f"{name} of {storage_writer.path}")
+    def written(*args):
+        result = write_data(*args)
         if error := saver.written.get(timeout=60):
             raise error
+        return result
 
-    def gather_object(own, every, group):
-        every[:] = [own, *saver.others]
-
-    monkeypatch.setattr(checkpoint.dcp, "save", save)
-    monkeypatch.setattr(checkpoint.dist, "gather_object", gather_object)
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", written)
     return saver, run, tmp_path / "out[1]"
 
 
 def another(saver, run, out, source, resumed=False):
     """The Saver of a run after this one, with its keys, and its ranks that write when told."""
     later = claimed(run, out, source, resumed)
-    later.cfg, later.group, later.written = saver.cfg, saver.group, saver.written
+    later.cfg, later.written = saver.cfg, saver.written
     return later
 
 
@@ -645,7 +639,7 @@ def test_checkpoint_old_ones_stay_until_the_new_one_is_complete(sharded, monkeyp
     seen = []
 
     def killed(path, files):
-        seen.append((path, *files, checkpoint.complete_steps(out)))
+        seen.append((str(path), *files, checkpoint.complete_steps(out)))
         raise AttributeError
 
     monkeypatch.setattr(checkpoint, "write_files", killed)
@@ -669,14 +663,16 @@ def test_checkpoint_of_a_kill_while_old_ones_are_removed_is_none(sharded, monkey
     saver.finish()
 
 
-DISK_FULL = checkpoint.dcp.CheckpointException("", {1: (OSError("disk full"), None)})
+DISK_FULL = OSError("disk full")
 
 
-def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sharded, capsys):
+def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(
+        sharded, monkeypatch, capsys):
     """Wherever it fails: while a rank writes, or while it reads what it has written."""
     saver, run, out = sharded
-    for step, error, others in ((1, DISK_FULL, []), (2, None, [({}, "disk full")])):
-        saver.others = others
+    for step, error in ((1, DISK_FULL), (2, None)):
+        if step == 2:
+            monkeypatch.setattr(checkpoint, "checksum", MagicMock(side_effect=DISK_FULL))
         save(saver, run, step)
         saver.poll()  # it still writes
         assert capsys.readouterr().err == ""
@@ -690,7 +686,7 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sha
     assert capsys.readouterr().err == ""
     line = refused(saver.finish)
     assert "the last save" in line and "continue" not in line  # there is nothing to continue from
-    saver.others = []
+    monkeypatch.setattr(checkpoint, "checksum", lambda path: 0)
     complete(saver, run, 3)
     save(saver, run, 4)
     saver.written.put(DISK_FULL)
@@ -704,12 +700,7 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(sha
 
 def test_checkpoint_on_a_file_system_that_goes_away_is_said(sharded, monkeypatch, capsys):
     saver, run, out = sharded
-
-    def goes_away(own, every, group):
-        every[:] = [own]
-        shutil.rmtree(out)
-
-    monkeypatch.setattr(checkpoint.dist, "gather_object", goes_away)
+    monkeypatch.setattr(checkpoint, "checksum", lambda path: shutil.rmtree(out))
     assert "the last save" in refused(complete, saver, run, 1)
     assert f"cannot write {out}/step-000000001: [Errno 2] " in capsys.readouterr().err
 
@@ -727,8 +718,13 @@ def test_checkpoint_in_the_background_has_a_group_of_its_own(sharded, kind):
 def test_checkpoint_on_a_disk_that_ranks_do_not_share_ends_the_run(sharded):
     saver, run, out = sharded
     complete(saver, run, 1)
-    saver.others = [({"__1_0.distcp": 5}, None)]  # rank 0 gets its checksum, and sees no file
-    line = refused(complete, saver, run, 2)
+    finish = checkpoint.Writer.finish
+
+    def finish_of_two(writer, metadata, results):  # rank 0 gets a checksum, and sees no file
+        finish(writer, metadata, [*results, ([], {"__1_0.distcp": 5})])
+
+    with patch.object(checkpoint.Writer, "finish", finish_of_two):
+        line = refused(complete, saver, run, 2)
     assert "__1_0.distcp" in line and "out_dir=" in line and "--checkpoint=full" in line
     assert checkpoint.complete_steps(out) == ["step-000000001"]
 
