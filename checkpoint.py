@@ -207,9 +207,9 @@ def require_shape(source, key, ours, config):
 # ---------- full: one file ----------------------------------------------------
 
 
-def write_ckpt_pt(path, flat, header):
+def write_ckpt_pt(directory, names, flat, header):
     """Write nanoGPT's layout: weights by name, optimizer state by number, and the
-    header's values beside them."""
+    header's values beside them. names: of the file, and of its copies."""
     weights = {}
     state = {}
     for key, tensor in flat.items():
@@ -225,9 +225,8 @@ def write_ckpt_pt(path, flat, header):
     ckpt = {key: value for key, value in header.items() if key not in ("ties", "param_groups")}
     ckpt["model"] = weights
     ckpt["optimizer"] = {"state": state, "param_groups": header["param_groups"]}
-    directory, name = os.path.split(path)
-    with writing(path):
-        write_files(directory, {name: lambda f: torch.save(ckpt, f)})
+    with writing(os.path.join(directory, names[-1])):
+        write_files(directory, dict.fromkeys(names, lambda f: torch.save(ckpt, f)))
 
 
 def open_full(path):
@@ -614,7 +613,7 @@ def remove_older(path, best, cfg):
     stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
     if best in complete:
         stay.append(best)
-        replace_link(os.symlink, best, os.path.join(out_dir, "best"))
+        link_best(out_dir, best)
     for name in filter(is_step, os.listdir(out_dir)):
         if name < this and name not in stay:
             remove_sharded(os.path.join(out_dir, name))
@@ -698,13 +697,10 @@ class Saver:
         if self.cfg.checkpoint == "full":
             flat = {key: gather_full(t) for key, t in tensors.items()}
             # Under always_save_checkpoint=False only the best one has the name ckpt.pt.
-            name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
-            self.conclude(lambda: self.save_full(path, name, flat, header), step, start)
-            return
-        is_here = is_best and step == self.newest
-        if is_here and from_rank0(self.world, lambda: os.path.isdir(path)):
-            # The one that this run has resumed from is now known to be the best.
-            self.conclude(lambda: self.mark_best(path), step, start)
+            names = ["ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"]
+            if is_milestone(step, self.cfg):
+                names.insert(0, os.path.basename(path) + ".pt")
+            self.conclude(lambda: self.save_full(names, flat, header), step, start)
             return
         # A killed run may have left a part of one there.
         from_rank0(self.world, lambda: remove_sharded(path))
@@ -714,18 +710,10 @@ class Saver:
         self.saving = self.background.submit(self.save_sharded, path, header, rows)
         self.times = step, start, time.perf_counter() - start
 
-    def save_full(self, path, name, flat, header):
-        """Rank 0 writes out_dir/<name>, and gives a milestone the name path.pt too. Returns
-        the finish time."""
+    def save_full(self, names, flat, header):
+        """Rank 0 writes the file under each of the names. Returns the finish time."""
         def write():
-            target = os.path.join(self.out_dir, name)
-            if is_milestone(header["iter_num"], self.cfg):
-                write_ckpt_pt(path + ".pt", flat, header)
-                try:
-                    return replace_link(os.link, path + ".pt", target)
-                except CannotWrite:
-                    pass  # a file system without hard links: write it twice
-            write_ckpt_pt(target, flat, header)
+            write_ckpt_pt(self.out_dir, names, flat, header)
 
         from_rank0(self.world, write, self.group)
         return time.perf_counter()
@@ -749,12 +737,6 @@ class Saver:
             remove_older(path, self.best, self.cfg)
 
         from_rank0(self.world, complete, self.group)
-        return time.perf_counter()
-
-    def mark_best(self, path):
-        """Let a sharded checkpoint that is there be the best. Returns the finish time."""
-        self.best = os.path.basename(path)
-        from_rank0(self.world, lambda: remove_older(path, self.best, self.cfg))
         return time.perf_counter()
 
     def poll(self):
@@ -800,15 +782,16 @@ class Saver:
 # ---------- writing: all or nothing -------------------------------------------
 
 
-def replace_link(make, target, path):
-    """Let path be a link to target. make: os.link or os.symlink."""
+def link_best(out_dir, name):
+    """Let the link out_dir/best lead to the checkpoint `name` beside it."""
+    path = os.path.join(out_dir, "best")
     tmp = path + ".tmp"
     with writing(path):
         with suppress(FileNotFoundError):
             os.remove(tmp)
-        make(target, tmp)
+        os.symlink(name, tmp)
         os.replace(tmp, path)
-        sync(os.path.dirname(path))
+        sync(out_dir)
 
 
 class CannotWrite(SystemExit):
@@ -859,11 +842,10 @@ def main(argv):
     if not source.sharded:
         print(f"{source.path} is a full checkpoint already")
         return
-    path = os.path.join(directory.path, "ckpt.pt")
     del source.header["files"]
     flat = {key: source.get(key) for key in source.shapes}
-    write_ckpt_pt(path, flat, source.header)
-    print(f"{source.path} -> {path}")
+    write_ckpt_pt(directory.path, ["ckpt.pt"], flat, source.header)
+    print(f"{source.path} -> {os.path.join(directory.path, 'ckpt.pt')}")
 
 
 if __name__ == "__main__":

@@ -403,10 +403,8 @@ def train(cfg):
                 improved = losses["val"] < best_val_loss
                 best_val_loss = min(best_val_loss, losses["val"])
 
-        # Due? Save. (A signal may have stopped an earlier run before it evaluated this step: then
-        # its checkpoint is only now known to be the best.)
-        is_due = step > first_step and checkpoint.is_due(cfg, step, evaluated, improved)
-        if is_due or (resumed and improved and not cfg.always_save_checkpoint):
+        # Due? Save.
+        if step > first_step and checkpoint.is_due(cfg, step, evaluated, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 

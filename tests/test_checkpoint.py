@@ -430,7 +430,7 @@ def test_checkpoint_file_is_synced_before_it_gets_its_name(tmp_path):
         calls.append(("sync", os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
 
     with patch.object(os, "fsync", fsync), patch.object(os, "replace", replace):
-        checkpoint.write_ckpt_pt(f"{tmp_path}/ckpt.pt", {"model.x": torch.zeros(2)}, header)
+        checkpoint.write_ckpt_pt(tmp_path, ["ckpt.pt"], {"model.x": torch.zeros(2)}, header)
     [(_, tmp, size), renamed, (sync, directory, _)] = calls
     assert size == os.path.getsize(f"{tmp_path}/ckpt.pt")
     assert renamed == ("rename", tmp, f"{tmp_path}/ckpt.pt")
@@ -467,12 +467,14 @@ def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp,
     assert done == [f"{old}/header.json", f"{new}/header.json", str(old)]
 
 
-def test_checkpoint_links_are_on_the_disk(tmp_path):
-    (tmp_path / "ckpt.pt").write_bytes(b"old")
+def test_checkpoint_link_to_the_best_is_on_the_disk(sharded):
+    saver, run, out = sharded
+    saver.cfg = replace(run.cfg, always_save_checkpoint=False)
     with power_cut() as is_safe:
-        checkpoint.write_files(tmp_path, {"step.pt": [b"hello"]})
-        checkpoint.replace_link(os.link, f"{tmp_path}/step.pt", f"{tmp_path}/ckpt.pt")
-        assert is_safe(tmp_path) and is_safe(tmp_path / "ckpt.pt")
+        saver.written.put(None)
+        save(saver, run, 1, improved=True)
+        saver.finish()
+        assert os.readlink(out / "best") == "step-000000001" and is_safe(out)
 
 
 @pytest.fixture
@@ -574,7 +576,7 @@ def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
 
 
 def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
-    """Of full ones step-<n>.pt stays, and is ckpt.pt or last.pt until the next: the same file.
+    """Of full ones step-<n>.pt stays, beside ckpt.pt or last.pt, which is the next one's.
     The best is ckpt.pt, which another learning rate no longer reaches. From a milestone a run
     goes on bit for bit, and another one begins."""
     out, run = str(tmp_path / "out"), dict(eval_interval=2, save_interval=3, keep_every=4)
@@ -591,7 +593,9 @@ def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
     run.update(init_from="resume", always_save_checkpoint=False)
     run_training(tmp, again, max_iters=8, **run)
     assert losses(again) == whole[4:8]
-    assert os.path.samefile(f"{again}/ckpt.pt", f"{again}/step-000000008.pt")
+    both = [read_ckpt(again, name) for name in ("ckpt.pt", "step-000000008.pt")]
+    assert both[0]["iter_num"] == 8
+    assert_equal(*both)
     run.update(learning_rate=1.0, min_lr=1.0)  # it gets worse
     run_training(tmp, again, max_iters=13, **run)
     assert read_ckpt(again)["iter_num"] == 8 and read_ckpt(again, "last.pt")["iter_num"] == 13
@@ -599,36 +603,6 @@ def test_checkpoint_milestones_and_the_clock(tmp, tmp_path):
     os.rename(again, f"{again}-moved")
     assert read_ckpt(f"{again}-moved")["iter_num"] == 8
     assert found(f"{out}/step-000000008.pt").header["iter_num"] == 8
-
-
-def no_link(*args):
-    raise OSError(95, "Operation not supported")
-
-
-def test_checkpoint_milestones_where_the_disk_has_no_hard_links(tmp, tmp_path):
-    out = str(tmp_path / "out")
-    with patch.object(os, "link", no_link):
-        run_training(tmp, out, max_iters=3, save_interval=1, keep_every=1)
-    assert read_ckpt(out)["iter_num"] == read_ckpt(out, "step-000000003.pt")["iter_num"] == 3
-
-
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_checkpoint_of_a_stop_may_turn_out_to_be_the_best(tmp, tmp_path, kind):
-    """A signal comes before the evaluation of step 2. The resumed run makes it."""
-    out = str(tmp_path / "out")
-    run = dict(checkpoint=kind, eval_interval=2, always_save_checkpoint=False, learning_rate=1e-2)
-    stops = iter([False, False, True])
-    with patch.object(train.StopSignal, "requested", lambda self: next(stops)):
-        run_training(tmp, out, max_iters=4, **run)
-    kept = {"full": "last.pt", "sharded": "step-000000002"}[kind]
-    best = {"full": "ckpt.pt", "sharded": "best"}[kind]
-    assert {kept, "metrics.jsonl"} == set(os.listdir(out))
-    written = found(f"{out}/{kept}").header
-    run.update(init_from="resume", learning_rate=1.0, min_lr=1.0)  # it gets worse
-    run_training(tmp, out, max_iters=4, **run)
-    assert found(f"{out}/{best}").header["iter_num"] == 2
-    if kind == "sharded":  # not written again: a kill meanwhile would lose it
-        assert found(f"{out}/{kept}").header == written
 
 
 def test_checkpoint_old_ones_stay_until_the_new_one_is_complete(sharded, monkeypatch):
