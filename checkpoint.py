@@ -31,7 +31,7 @@ import warnings
 import zipfile
 import zlib
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -225,8 +225,7 @@ def write_ckpt_pt(directory, names, flat, header):
     ckpt = {key: value for key, value in header.items() if key not in ("ties", "param_groups")}
     ckpt["model"] = weights
     ckpt["optimizer"] = {"state": state, "param_groups": header["param_groups"]}
-    with writing(os.path.join(directory, names[-1])):
-        write_files(directory, dict.fromkeys(names, lambda f: torch.save(ckpt, f)))
+    write_files(directory, dict.fromkeys(names, lambda f: torch.save(ckpt, f)))
 
 
 def open_full(path):
@@ -547,8 +546,10 @@ class RunDirectory:
         if self.lock_file or not os.path.isdir(self.path):
             return
         path = self.path + ".lock"
-        with writing(path):
+        try:
             self.lock_file = open(path, "a+")
+        except OSError as e:
+            raise SystemExit(cannot_write(path, e))
         try:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -567,7 +568,7 @@ class RunDirectory:
         goes on under the id of its source. Another run renames the directory of an
         earlier one, whole."""
         run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-        with writing(self.path):
+        try:
             os.makedirs(self.path, exist_ok=True)
             self.lock()
             if resumed:
@@ -580,6 +581,8 @@ class RunDirectory:
                 os.rename(self.path, aside)
                 os.makedirs(self.path)
                 print(f"{self.path} had an earlier run; moved it to {aside}", flush=True)
+        except OSError as e:
+            raise SystemExit(cannot_write(self.path, e))
         return run_id
 
 
@@ -613,7 +616,12 @@ def remove_older(path, best, cfg):
     stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
     if best in complete:
         stay.append(best)
-        link_best(out_dir, best)
+        tmp = os.path.join(out_dir, "best.tmp")
+        with suppress(FileNotFoundError):
+            os.remove(tmp)
+        os.symlink(best, tmp)
+        os.replace(tmp, os.path.join(out_dir, "best"))
+        sync(out_dir)
     for name in filter(is_step, os.listdir(out_dir)):
         if name < this and name not in stay:
             remove_sharded(os.path.join(out_dir, name))
@@ -623,9 +631,8 @@ def remove_older(path, best, cfg):
 
 
 class Saver:
-    """Writes a run's checkpoints, a full one at once and a sharded one in the
-    background. All ranks call its methods: `save` when one is due, `poll` in each step,
-    `finish` at the end.
+    """Writes a run's checkpoints in the background. All ranks call its methods: `save` when
+    one is due, `poll` in each step, `finish` at the end.
     report: function of (step, seconds, seconds in which training was blocked), called
     when a save has succeeded."""
 
@@ -669,8 +676,8 @@ class Saver:
         raise SystemExit(line)
 
     def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
-        """Save the state after this many steps. Returns when a full checkpoint is
-        written, or when the rows of a sharded one are copied to host memory.
+        """Save the state after this many steps. Returns when it is copied to host memory: for a
+        full checkpoint to rank 0's, for a sharded one each rank's rows to its own.
         improved: the validation loss is the best so far."""
         if self.cfg.checkpoint == "none":
             return
@@ -679,7 +686,7 @@ class Saver:
         start = time.perf_counter()
         tensors = flat_state(model, optimizer)
         require_finite_state(tensors, self.world, step)
-        path = os.path.join(self.out_dir, f"step-{step:09d}")
+        name = f"step-{step:09d}"
         is_best = improved and not self.cfg.always_save_checkpoint
         header = dict(
             model_args=model_args(self.cfg),
@@ -691,53 +698,54 @@ class Saver:
             run=self.run_id,
             iter_num=step,
             best_val_loss=best_val_loss,
-            best=os.path.basename(path) if is_best else self.best,
+            best=name if is_best else self.best,
             **self.inherited,
         )
+        # Here, not in the background: a new thread's device is GPU 0, and its collectives would
+        # meet training's. (dcp.async_save copies twice, and takes three times as long for that.)
         if self.cfg.checkpoint == "full":
-            flat = {key: gather_full(t) for key, t in tensors.items()}
+            copies = {key: gather_full(t) for key, t in tensors.items()}
             # Under always_save_checkpoint=False only the best one has the name ckpt.pt.
-            names = ["ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"]
-            if is_milestone(step, self.cfg):
-                names.insert(0, os.path.basename(path) + ".pt")
-            self.conclude(lambda: self.save_full(names, flat, header), step, start)
-            return
-        # A killed run may have left a part of one there.
-        from_rank0(self.world, lambda: remove_sharded(path))
-        # Copied to the host here, not in the background: a new thread's device is
-        # GPU 0. (dcp.async_save copies twice, and takes three times as long for that.)
-        rows = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
-        self.saving = self.background.submit(self.save_sharded, path, header, rows)
+            name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
+        else:
+            copies = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
+            # A killed run may have left a part of one there.
+            from_rank0(self.world, lambda: remove_sharded(os.path.join(self.out_dir, name)))
+        self.saving = self.background.submit(self.write, name, header, copies)
         self.times = step, start, time.perf_counter() - start
 
-    def save_full(self, names, flat, header):
-        """Rank 0 writes the file under each of the names. Returns the finish time."""
-        def write():
-            write_ckpt_pt(self.out_dir, names, flat, header)
+    def write(self, name, header, tensors):
+        """In the background (all ranks): write the checkpoint. Returns the finish time, and a
+        line that says why it has failed, or None: rank 0's on all ranks."""
+        path = os.path.join(self.out_dir, name)
+        line = None
+        try:
+            if self.cfg.checkpoint == "sharded":
+                self.write_sharded(path, header, tensors)
+            elif self.world.rank == 0:
+                names = [name]
+                if is_milestone(header["iter_num"], self.cfg):
+                    names.insert(0, f"step-{header['iter_num']:09d}.pt")
+                write_ckpt_pt(self.out_dir, names, tensors, header)
+        except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
+            line = cannot_write(path, e)
+        line = from_rank0(self.world, lambda: line, self.group)
+        return time.perf_counter(), line
 
-        from_rank0(self.world, write, self.group)
-        return time.perf_counter()
-
-    def save_sharded(self, path, header, rows):
-        """In the background: all ranks write their rows, then rank 0 completes the
-        checkpoint and removes older ones. Returns the finish time."""
-        error = None
+    def write_sharded(self, path, header, rows):
+        """All ranks write their rows, and then rank 0 removes older checkpoints."""
+        cause = None
         try:
             dcp.save(rows, storage_writer=Writer(path, header), process_group=self.group)
-        except dcp.CheckpointException as e:  # of any rank; it derives from BaseException
-            error, _ = next(iter(e.failures.values()))
-            if not isinstance(error, OSError):
-                raise error  # a disk that is not shared, or a bug: no later save goes better
-
-        def complete():
-            if error:
-                remove_sharded(path)  # the next save may need the room
-                raise cannot_write(path, error)
+        except dcp.CheckpointException as e:  # on all ranks, whichever has failed
+            cause, _ = next(iter(e.failures.values()))
+        if cause and self.world.rank == 0:
+            remove_sharded(path)  # the next save may need the room
+        if cause:
+            raise cause  # if it is no OSError the run ends: a disk that is not shared, or a bug
+        if self.world.rank == 0:
             self.best = header["best"]
             remove_older(path, self.best, self.cfg)
-
-        from_rank0(self.world, complete, self.group)
-        return time.perf_counter()
 
     def poll(self):
         """Report the save in the background if it has ended."""
@@ -745,26 +753,20 @@ class Saver:
             self.wait()
 
     def wait(self):
-        """Wait for the save in the background, if there is one, and report it."""
-        if self.saving:
-            saving = self.saving
-            self.saving = None
-            self.conclude(saving.result, *self.times)
-
-    def conclude(self, finish, step, start, blocked=None):
-        """Report how a save has ended. finish() returns its finish time. If it raises
-        CannotWrite, a line says so, and the run goes on: the next save tries again.
-        blocked: seconds in which training was blocked; None for the whole time."""
-        self.failed = True
-        try:
-            end = finish()
-        except CannotWrite as e:
-            print0(self.world, e, file=sys.stderr)
+        """Wait for the save in the background, if there is one, and report it. If it has failed,
+        a line says so, and the run goes on: the next save tries again."""
+        if not self.saving:
             return
-        self.failed = False
+        saving = self.saving
+        self.saving = None
+        end, line = saving.result()
+        self.failed = line is not None
+        if self.failed:
+            print0(self.world, line, file=sys.stderr)
+            return
+        step, start, blocked = self.times
         self.newest = step
-        seconds = end - start
-        self.report(step, seconds, seconds if blocked is None else blocked)
+        self.report(step, end - start, blocked)
 
     def finish(self):
         """Wait for the last save of the run. SystemExit if it has failed."""
@@ -779,47 +781,22 @@ class Saver:
             f"{remedy}")
 
 
-# ---------- writing: all or nothing -------------------------------------------
-
-
-def link_best(out_dir, name):
-    """Let the link out_dir/best lead to the checkpoint `name` beside it."""
-    path = os.path.join(out_dir, "best")
-    tmp = path + ".tmp"
-    with writing(path):
-        with suppress(FileNotFoundError):
-            os.remove(tmp)
-        os.symlink(name, tmp)
-        os.replace(tmp, path)
-        sync(out_dir)
-
-
-class CannotWrite(SystemExit):
-    """A write has failed: one line. A later one may succeed."""
-
-
-@contextmanager
-def writing(path):
-    """Raise CannotWrite if the block cannot write."""
-    try:
-        yield
-    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
-        raise cannot_write(path, root_cause(e))
-
-
-def root_cause(e):
-    """The OSError that led to e, or else e. After an OSError torch.save fails again as
-    it closes its file, and then says only "unexpected pos"."""
-    cause = e
-    while cause and not isinstance(cause, OSError):
-        cause = cause.__context__
-    return cause or e
+# ---------- a write that fails ------------------------------------------------
 
 
 def cannot_write(path, e):
-    return CannotWrite(
-        f"cannot write {path}: {first_line(e)}; what was there before is untouched. See that "
-        "the directory exists and has room, or pass another one")
+    """The line that says why a write has failed."""
+    return (
+        f"cannot write {path}: {first_line(root_cause(e))}; what was there before is untouched. "
+        "See that the directory exists and has room, or pass another one")
+
+
+def root_cause(e):
+    """The first of the errors that led to e. On a full disk torch.save fails again as it closes
+    its file, and then says only "unexpected pos"."""
+    while e.__context__:
+        e = e.__context__
+    return e
 
 
 # ---------- the command -------------------------------------------------------
@@ -842,10 +819,14 @@ def main(argv):
     if not source.sharded:
         print(f"{source.path} is a full checkpoint already")
         return
+    path = os.path.join(directory.path, "ckpt.pt")
     del source.header["files"]
     flat = {key: source.get(key) for key in source.shapes}
-    write_ckpt_pt(directory.path, ["ckpt.pt"], flat, source.header)
-    print(f"{source.path} -> {os.path.join(directory.path, 'ckpt.pt')}")
+    try:
+        write_ckpt_pt(directory.path, ["ckpt.pt"], flat, source.header)
+    except (OSError, RuntimeError) as e:
+        raise SystemExit(cannot_write(path, e))
+    print(f"{source.path} -> {path}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-from checkpoint import BUFFERS, Source, writing
+from checkpoint import BUFFERS, Source, cannot_write
 from configurator import DTYPES, Config, model_file, package
 from data.files import write_files
 from data.loader import data_dir, read_meta
@@ -328,9 +328,11 @@ def export_adapter(source, path):
 
 def write_directory(path, files):
     """Write {file: content}. SystemExit if the disk refuses."""
-    with writing(path):
+    try:
         os.makedirs(path, exist_ok=True)
         write_files(path, {file: [content] for file, content in files.items()})
+    except OSError as e:
+        raise SystemExit(cannot_write(path, e))
 
 
 def their_config(source, dtype):

@@ -426,10 +426,11 @@ def test_log_says_how_long_a_step_has_waited_for_its_batches(tmp, tmp_path):
     assert [row["data_ms"] for row in read_metrics(tmp_path)] == [2000.0, 500.0]
 
 
-def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch):
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoint_is_completed_while_training_goes_on(tmp, tmp_path, monkeypatch, kind):
     """And the next save waits for it: the first is held up until then."""
     done, waited_for = [], threading.Event()
-    wait_for_save, complete = checkpoint.Saver.wait, checkpoint.Saver.save_sharded
+    wait_for_save, complete = checkpoint.Saver.wait, checkpoint.Saver.write
 
     def waiting(saver):
         if saver.saving:
@@ -446,11 +447,11 @@ def test_sharded_checkpoint_is_completed_while_training_goes_on(tmp, monkeypatch
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint.Saver, "wait", waiting)
-    monkeypatch.setattr(checkpoint.Saver, "save_sharded", held)
+    monkeypatch.setattr(checkpoint.Saver, "write", held)
     monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
     check = checkpoint.require_finite_state  # the first thing that a save does
     monkeypatch.setattr(checkpoint, "require_finite_state", noted("save", check))
-    run_training(tmp, "background", checkpoint="sharded", max_iters=4, eval_interval=2)
+    run_training(tmp, tmp_path / "out", checkpoint=kind, max_iters=4, eval_interval=2)
     assert done == ["step", "step", "save", "step", "step", "complete", "save", "complete"]
 
 

@@ -12,9 +12,21 @@ import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import faults
 import pytest
 import torch
-from harness import HERE, arguments, on_ranks, plain_gpt, refused, started, steps, values
+from harness import (
+    HERE,
+    Ranks,
+    arguments,
+    on_ranks,
+    plain_gpt,
+    refused,
+    run_training,
+    started,
+    steps,
+    values,
+)
 from test_data import gpt2_or_skip
 from test_masks import SAMPLES, SMALL, STEPS, masked, windows_of  # noqa: F401  a fixture too
 from torch.nn import functional as F
@@ -25,6 +37,7 @@ from checkpoint import Source
 from configurator import load_config, resolve
 from data import loader
 from data.tokenizer import encoder
+from extras import huggingface
 from extras.huggingface import KEPT, export, open_pretrained, understand
 from ranks import setup
 
@@ -172,6 +185,19 @@ def test_huggingface_says_that_it_has_no_tokenizer(tmp_path, capsys, meta, said)
     line = capsys.readouterr().out
     assert "without a tokenizer" in line and said in line and line.count("\n") == 1
     assert not (tmp_path / "tokenizer.json").exists() and (tmp_path / "model.safetensors").exists()
+
+
+def test_huggingface_on_a_full_disk_is_one_line(tmp, tmp_path):
+    """And what was there before stays."""
+    run_training(tmp, str(tmp_path / "run"), max_iters=1)
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "config.json").write_text("before")
+    argv = [str(tmp_path / "run"), str(out)]
+    p = Ranks(1, faults.limited, [0], 20_000, huggingface.main, argv).finish()
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    assert f"cannot write {out}: " in p.stderr and "File too large" in p.stderr
+    assert os.listdir(out) == ["config.json"] and (out / "config.json").read_text() == "before"
 
 
 def test_huggingface_out_mistakes_are_one_clear_line(tmp_path):
