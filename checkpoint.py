@@ -71,26 +71,15 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 
 def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name. Not those that LoRA's base has. SystemExit if
-    some of the state could not be saved."""
+    now; of tied parameters the first name. Not those that LoRA's base has."""
     tensors = {}
     left_out = getattr(model, "base_names", ())
     for name, p in model.named_parameters():
         if name in left_out:
             continue
         tensors[f"model.{name}"] = without_float8_wrapper(p.detach())
-        if optimizer and p in optimizer.state:
-            for key, t in optimizer.state[p].items():
-                if not isinstance(t, torch.Tensor):
-                    raise SystemExit(
-                        f"the optimizer's state {key!r} of {name} is a {type(t).__name__}, and "
-                        "checkpoints keep tensors only: let it be torch.tensor(...)")
-                is_rows = isinstance(p, DTensor) and t.shape == p.to_local().shape != p.shape
-                if is_rows and not isinstance(t, DTensor):
-                    raise SystemExit(
-                        f"the optimizer's state {key!r} of {name} has this rank's rows alone, and "
-                        "a checkpoint would take them for the whole: let it be a DTensor, as "
-                        "torch.zeros_like(p) is")
+        if optimizer:
+            for key, t in optimizer.state.get(p, {}).items():
                 tensors[f"{key}.{name}"] = t
     return tensors
 
@@ -105,11 +94,6 @@ def describe_parameters(model, optimizer, tensors):
         param_groups=optimizer.state_dict()["param_groups"],
         ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
     )
-
-
-def require_saveable(model, optimizer):
-    """SystemExit if a checkpoint could not hold the optimizer's state; call it after a step."""
-    flat_state(model, optimizer)
 
 
 def without_float8_wrapper(t):

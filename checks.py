@@ -6,6 +6,8 @@ ValueError that names the mistake. It imports only torch: copy it with fsdp.py.
     shard(model, ...)
     optimizer = ...
     checks.after_building(model, optimizer)
+    optimizer.step()  # the first one
+    checks.after_first_step(model, optimizer)
     with checks.check_units(model):  # for a few steps of a new model: it is slow
         ...                          # train
 """
@@ -17,6 +19,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def before_sharding(model):
@@ -40,6 +43,23 @@ def after_building(model, optimizer):
         raise ValueError(
             "the optimizer holds none of the model's parameters, and trains nothing: make it "
             "after `shard`, which replaces them")
+
+
+def after_first_step(model, optimizer):
+    """Optimizer state that a checkpoint would lose, or take for another: what is no tensor, and
+    this rank's rows in a plain tensor."""
+    for name, p in model.named_parameters():
+        for key, t in optimizer.state.get(p, {}).items():
+            if not isinstance(t, torch.Tensor):
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {name} is a {type(t).__name__}, and "
+                    "checkpoints keep tensors only: let it be torch.tensor(...)")
+            is_rows = isinstance(p, DTensor) and t.shape == p.to_local().shape != p.shape
+            if is_rows and not isinstance(t, DTensor):
+                raise ValueError(
+                    f"the optimizer's state {key!r} of {name} has this rank's rows alone, and "
+                    "a checkpoint would take them for the whole: let it be a DTensor, as "
+                    "torch.zeros_like(p) is")
 
 
 # ---------- do all ranks do the same? -----------------------------------------

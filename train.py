@@ -415,7 +415,7 @@ def train(cfg):
         # Else one optimizer step.
         loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
         if step == first_step:
-            checkpoint.require_saveable(model, optimizer)  # not only when a save is due
+            checks.after_first_step(model, optimizer)
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             lossf = all_reduce_mean_(loss, world).item()  # synchronization point
             saver.require_finite(lossf, "loss", step)
