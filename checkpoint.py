@@ -69,11 +69,10 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 # ---------- a state in memory -------------------------------------------------
 
 
-def flat_state(model, optimizer=None):
+def flat_state(model, optimizer=None, left_out=()):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name. Not those that LoRA's base has."""
+    now; of tied parameters the first name. left_out: names of parameters."""
     tensors = {}
-    left_out = getattr(model, "base_names", ())
     for name, p in model.named_parameters():
         if name in left_out:
             continue
@@ -125,47 +124,32 @@ def load(source, model, optimizer, world):
     """Set the weights, and the state that the optimizer has allocated, from the source
     (all ranks). optimizer: None for the weights alone."""
     params = dict(model.named_parameters(remove_duplicate=False))
+    tensors = flat_state(model, optimizer)
     for key in source.shapes:
-        if key.partition(".")[2] not in params:
-            raise SystemExit(f"{source.path} is of another model: this one has no {key}")
-    ours = flat_state(model, optimizer).keys()
-    for key in source.shapes.keys() - ours:
         kind, _, name = key.partition(".")
-        if optimizer and kind != "model" and params[name] in optimizer.state:
+        if name not in params:
+            raise SystemExit(f"{source.path} is of another model: this one has no {key}")
+        is_wanted = key in tensors or kind == "model" or not optimizer
+        if not is_wanted and params[name] in optimizer.state:
             raise SystemExit(
                 f"{source.path} has {key}, and the optimizer makes no such state in its first "
                 "step: it must make all its state there (see optimizer.py)")
-    missing = ours - source.shapes.keys()
     # Parameters that were frozen until now, or all if the file holds weights alone. The
     # optimizer makes their state in its first step, as for a new run.
+    missing = tensors.keys() - source.shapes.keys()
     lacking = {key.partition(".")[2] for key in missing if not key.startswith("model.")}
     for name in lacking:
         del optimizer.state[params[name]]
     if lacking and source.header["iter_num"]:
         print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
                       "train now; theirs starts anew")
-    if source.shapes:
-        load_tensors(source, flat_state(model, optimizer), model.config)
-    if source.base:
-        # The source has LoRA's matrices alone; the frozen parameters are in the base's files.
-        own = {f"model.{name}": params[name].detach() for name in model.base_names}
-        load_tensors(source.base, own, model.config)
+    tensors = flat_state(model, optimizer)
+    if not source.shapes:  # LoRA begins here: its matrices have no values yet
+        tensors = {f"model.{name}": tensors[f"model.{name}"] for name in model.base_names}
+    source.read(tensors, model.config)
     if world.size > 1:
         # Another rank may read its disk for long. Wait here: a collective would time out.
         dist.barrier(patient_group())
-
-
-def load_tensors(source, tensors, config):
-    """Set tensors, {flat key: tensor}, from the source. Each rank reads the rows that it keeps
-    now, whatever ranks have written them."""
-    for key, t in tensors.items():
-        require_shape(source, key, tuple(t.shape), config)
-    if source.sharded:
-        read_sharded(source.path, tensors)
-        return
-    for key, t in tensors.items():
-        rows = tuple(slice(n) for n in t.shape)  # a shorter context takes fewer rows of positions
-        write_full(t, source.get(key)[rows])
 
 
 def require_shape(source, key, ours, config):
@@ -393,6 +377,22 @@ class Source:
         """True if it, or its base, has the values of this parameter."""
         in_base = self.base is not None and self.base.has(name)
         return in_base or f"model.{name}" in self.shapes
+
+    def read(self, tensors, config):
+        """Set tensors, {flat key: tensor}, on this rank: each takes the rows that it keeps now,
+        whatever ranks have written them. What this source lacks its base has."""
+        if self.base:
+            of_base = {key: tensors[key] for key in tensors if key in self.base.shapes}
+            self.base.read(of_base, config)
+            tensors = {key: tensors[key] for key in tensors if key not in of_base}
+        for key, t in tensors.items():
+            require_shape(self, key, tuple(t.shape), config)
+        if self.sharded:
+            read_sharded(self.path, tensors)
+            return
+        for key, t in tensors.items():
+            rows = tuple(slice(n) for n in t.shape)  # a shorter context: fewer rows of positions
+            write_full(t, self.get(key)[rows])
 
 
 def weights_only(source):
@@ -668,7 +668,7 @@ class Saver:
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
         self.wait()  # for the save before: if this state is not finite, the run ends below
         start = time.perf_counter()
-        tensors = flat_state(model, optimizer)
+        tensors = flat_state(model, optimizer, getattr(model, "base_names", ()))
         require_finite_state(tensors, self.world, step)
         name = f"step-{step:09d}"
         is_best = improved and not self.cfg.always_save_checkpoint

@@ -254,6 +254,21 @@ def test_lora_merged_weights_keep_what_bf16_would_round_away():
     assert merged.header == header  # the data, and so the tokenizer, are the adapters' run's
 
 
+@pytest.mark.parametrize("out", ["", "lora-single"])
+def test_lora_a_base_that_lacks_a_tensor_is_refused(tmp, tmp_path, single, out):
+    """By a new adapter, and by one that goes on."""
+    base = os.path.join(tmp, "lora-base")
+    ckpt = read_ckpt(base)
+    del ckpt["model"]["transformer.h.1.ln_1.weight"]
+    cfg = load_config(arguments(tmp, os.path.join(tmp, out or "lora-new"), lora_rank=4,
+                                init_from="resume" if out else base))
+    cfg, source, _ = started(resolve(cfg, World()), World())
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    source.base = checkpoint.open_full(str(tmp_path / "ckpt.pt"))
+    line = refused(train.build, train.meta_model(cfg), cfg, World(), source)
+    assert "transformer.h.1.ln_1.weight is missing" in line
+
+
 def test_lora_without_a_base_has_the_models_initial_values(tmp):
     """As bench builds it."""
     cfg = resolve(tiny(tmp, lora_rank=4), World())
@@ -376,7 +391,7 @@ def test_lora_ten_steps_are_pefts(tmp_path, kind):
 
 def source_of_adapters(cfg, model, hf):
     """A checkpoint of this run, as it would be in a file."""
-    flat = checkpoint.flat_state(model)
+    flat = checkpoint.flat_state(model, left_out=model.base_names)
     base = huggingface.open_pretrained(hf)
     header = dict(base.header, base=hf, model_args=model_args(cfg))
     shapes = {key: tuple(t.shape) for key, t in flat.items()}
