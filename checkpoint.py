@@ -160,14 +160,8 @@ def require_shape(source, key, ours, config):
         return
     if theirs and theirs[1:] == ours[1:]:
         lengths = (source.header["model_args"].get("block_size"), config.block_size)
-        is_of_positions = (theirs[0], ours[0]) == lengths and theirs[0] > ours[0]
-        if is_of_positions and not source.sharded:
+        if (theirs[0], ours[0]) == lengths and theirs[0] > ours[0]:
             return
-        if is_of_positions:
-            raise SystemExit(
-                f"block_size={ours[0]} is shorter than block_size={theirs[0]} of {source.path}, "
-                "and only a full checkpoint can be shortened; run python checkpoint.py full "
-                "OUT_DIR")
     raise SystemExit(
         f"{source.path} is of another model: {key} is {theirs or 'missing'}, not {ours}")
 
@@ -385,14 +379,16 @@ class Source:
             of_base = {key: tensors[key] for key in tensors if key in self.base.shapes}
             self.base.read(of_base, config)
             tensors = {key: tensors[key] for key in tensors if key not in of_base}
+        as_saved = {}
         for key, t in tensors.items():
             require_shape(self, key, tuple(t.shape), config)
-        if self.sharded:
-            read_sharded(self.path, tensors)
-            return
-        for key, t in tensors.items():
-            rows = tuple(slice(n) for n in t.shape)  # a shorter context: fewer rows of positions
-            write_full(t, self.get(key)[rows])
+            if self.sharded and t.shape == self.shapes[key]:
+                as_saved[key] = t
+            else:
+                rows = tuple(slice(n) for n in t.shape)  # a shorter context: fewer positions
+                write_full(t, self.get(key)[rows])
+        if as_saved:
+            read_sharded(self.path, as_saved)  # DCP reads no more than this rank's rows
 
 
 def weights_only(source):
