@@ -171,7 +171,11 @@ class Log:
         self.file = self.wandb = self.tensorboard = None
         if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
             return
-        self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a")
+        path = os.path.join(out_dir, "metrics.jsonl")
+        with open(path, "ab+") as f:  # a full disk may have left half a row at its end
+            f.seek(0)
+            f.truncate(f.read().rfind(b"\n") + 1)
+        self.file = open(path, "a")
         if cfg.wandb_log:
             self.wandb = package("wandb", "wandb_log=True").init(
                 project=cfg.wandb_project,

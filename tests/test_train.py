@@ -426,6 +426,14 @@ def test_log_says_how_long_a_step_has_waited_for_its_batches(tmp, tmp_path):
     assert [row["data_ms"] for row in read_metrics(tmp_path)] == [2000.0, 500.0]
 
 
+def test_log_goes_on_after_half_a_row(tmp, tmp_path):
+    """As a full disk leaves it."""
+    (tmp_path / "metrics.jsonl").write_text('{"iter": 0, "loss": 2}\n{"iter": 1, "lo')
+    log = metrics.Log(tiny(tmp), World(), str(tmp_path), "id", 1)
+    log.evaluation(1, {"val": 1.0, "train": 1.0})
+    assert [row["iter"] for row in read_metrics(tmp_path)] == [0, 1]
+
+
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_checkpoint_is_completed_while_training_goes_on(tmp, tmp_path, monkeypatch, kind):
     """And the next save waits for it: the first is held up until then."""
