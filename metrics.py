@@ -40,7 +40,7 @@ PEAK_FLOPS = {
 }
 
 
-NO_SAVE = {"save_s": None, "save_stood_s": None}
+NO_SAVE = {"save_s": None, "save_blocked_s": None}
 
 
 def peak_flops(device):
@@ -269,7 +269,7 @@ class Log:
         step has them: one of its own would come late, as the save ran in the background."""
         print0(self.world, f"saved step {step} in {seconds:.2f}s, of which training was blocked "
                            f"for {blocked_s:.2f}s")
-        self.save = dict(save_s=seconds, save_stood_s=blocked_s)
+        self.save = dict(save_s=seconds, save_blocked_s=blocked_s)
 
     def write(self, row):
         if self.file:

@@ -162,7 +162,7 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     assert {"run", "iter", "loss", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
             "peak_memory", "valley_memory", "peak_reserved", "free_memory", "alloc_retries",
             "time_ms", "data_ms",
-            "save_s", "save_stood_s", "wall_s"} == first.keys()
+            "save_s", "save_blocked_s", "wall_s"} == first.keys()
     assert first["lr"] == TINY["learning_rate"]
     assert 0 < first["data_ms"] < first["time_ms"] and first["peak_reserved"] is None
     assert first["peak_memory"] > 2**26  # bytes: PyTorch alone is more than 64 MiB

@@ -75,7 +75,7 @@ def save(work, kind):
     size = sum(f.stat().st_size for f in files if f.is_file())
     found = dict(
         save_s=median(row["save_s"] for row in saves),
-        stood_s=median(row["save_stood_s"] for row in saves),
+        blocked_s=median(row["save_blocked_s"] for row in saves),
         bytes_on_disk=size,
     )
     return found, "the plan knows no disks"

@@ -105,7 +105,7 @@ def rows(n, tiny, simulated, nanogpt):
                 "--optimizer=muon"),
         step("8B LoRA", "a made base in bf16", LLAMA_8B, uncompiled, "--strategy=full_shard",
              gpus=n, seconds=120),
-        other("a full save", "seconds, and seconds in which training stood", n, 120,
+        other("a full save", "seconds, and seconds in which it blocked training", n, 120,
               programs.full_save, trains_1b=True),
         other("a sharded save", "the same", n, 120, programs.sharded_save, trains_1b=True,
               needs=two),
