@@ -12,10 +12,10 @@ Checkpoints: a run saves its state, and another run, at any world size, picks it
 Any strategy at any world size reads both kinds. In memory a state is flat,
 {"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of plain values.
 
-Full: rank 0 gathers the state into its host memory, tensor by tensor. Then it writes
-ckpt.pt.tmp, syncs it, and renames it.
+Full: rank 0 gathers the state into its host memory, tensor by tensor, and writes one file.
 Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the
 checksums of all files, which makes the directory a checkpoint.
+Both are read by every rank, which maps the file and takes the rows that it keeps now.
 So a kill at any moment leaves the last complete checkpoint. Nothing in one can run code.
 """
 
@@ -81,18 +81,6 @@ def flat_state(model, optimizer=None, left_out=()):
             for key, t in optimizer.state.get(p, {}).items():
                 tensors[f"{key}.{name}"] = t
     return tensors
-
-
-def describe_parameters(model, optimizer, tensors):
-    """The part of a header that tells a reader which parameter is which.
-    tensors: as flat_state returns them."""
-    names = {p: name for name, p in model.named_parameters()}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return dict(
-        param_names=[names[p] for p in params],
-        param_groups=optimizer.state_dict()["param_groups"],
-        ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
-    )
 
 
 def without_float8_wrapper(t):
@@ -187,13 +175,20 @@ def write_ckpt_pt(directory, names, flat, header):
     ckpt = {key: value for key, value in header.items() if key not in ("ties", "param_groups")}
     ckpt["model"] = weights
     ckpt["optimizer"] = {"state": state, "param_groups": header["param_groups"]}
-    write_files(directory, dict.fromkeys(names, lambda f: torch.save(ckpt, f)))
+
+    def save(f):
+        try:
+            torch.save(ckpt, f)
+        except RuntimeError as e:
+            raise root_cause(e)
+
+    write_files(directory, dict.fromkeys(names, save))
 
 
 def open_full(path):
     """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is
     damaged. torch.load compares no checksums. Here the pickle is compared with its own,
-    so the header is right; `intact` compares the tensors."""
+    so the header is right; `is_intact` compares the tensors'."""
     with zipfile.ZipFile(path) as records:
         [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
         records.read(pickled)  # raises if its checksum is wrong
@@ -256,7 +251,7 @@ class Writer(dcp.FileSystemWriter):
         try:
             results = super().write_data(plan, planner).value()
         except RuntimeError as e:
-            raise root_cause(e)  # here: what rank 0 receives has lost its context
+            raise root_cause(e)
         prefix = plan.storage_data.prefix  # "__<rank>_"
         files = [name for name in os.listdir(self.path) if name.startswith(prefix)]
         written = torch.futures.Future()
@@ -273,7 +268,8 @@ class Writer(dcp.FileSystemWriter):
         if missing:
             raise SystemExit(
                 f"out_dir={self.header['config']['out_dir']} is not the same on all nodes, "
-                f"{self.path} lacks {min(missing)}: use a shared disk, or --checkpoint=full")
+                f"{self.path} lacks {min(missing)}: use a shared disk, or --checkpoint=full, and "
+                "copy ckpt.pt to each node before you resume")
         header = {**self.header, "files": files}
         write_files(self.path, {HEADER: [sealed(header).encode()]})
         sync(self.path.parent)  # the name of the directory itself
@@ -291,7 +287,7 @@ def remove_sharded(path):
 
 
 def open_sharded(path):
-    """The Source of a directory. `intact` compares its rows with their checksums."""
+    """The Source of a directory. `is_intact` compares its rows with their checksums."""
     header = read_header(path)
     if checksum(os.path.join(path, ".metadata")) != header["files"][".metadata"]:
         raise ValueError("its .metadata is damaged")
@@ -421,17 +417,12 @@ def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all
     ranks). out_dir may also be a checkpoint itself.
     A damaged one is named and passed over; SystemExit if all of them are damaged."""
-    sources, problems = open_all(out_dir) if world.rank == 0 else ([], [])
-    steps = {source.path: source.header["iter_num"] for source in sources}
-    steps, problems = from_rank0(world, lambda: (steps, problems))
+    newest_first, problems = from_rank0(world, lambda: list_all(out_dir))
     found = None
-    for path, step in steps.items():
-        source = sources.pop(0) if world.rank == 0 else open_or_none(path)
-        # A run that goes on there may have replaced ckpt.pt since rank 0 has opened it.
-        is_same = source is not None and source.header["iter_num"] == step
-        good = float(is_same and intact(source, world))
-        good_ranks = all_reduce_mean_(torch.tensor(good), world, patient=True)
-        if good_ranks == 1:
+    for path, step in newest_first:
+        source = open_intact(path, step, world)
+        good = torch.tensor(float(source is not None))
+        if all_reduce_mean_(good, world, patient=True) == 1:
             found = source
             break
         problems.append(f"{path}: damaged, replaced just now, or not visible to every rank")
@@ -443,38 +434,51 @@ def find(out_dir, world):
     return found
 
 
-def open_all(out_dir):
-    """Open all checkpoints, which reads only their headers. Returns [Source], newest first
-    (and a full one before a sharded one of the same step), and a list of lines that name
-    those that are not readable."""
-    sources = []
+def list_all(out_dir):
+    """([(path, step)] of all checkpoints, newest first, and a full one before a sharded one of
+    the same step; lines that name those that are not readable). It reads their headers."""
+    found = []
     problems = []
-    names = ("ckpt.pt", "last.pt", *complete_steps(out_dir))
-    for path in (out_dir, *(os.path.join(out_dir, name) for name in names)):
-        is_there = is_full(path) or os.path.exists(os.path.join(path, HEADER))
-        if not is_there:
+    for name in ("", "ckpt.pt", "last.pt", *complete_steps(out_dir)):
+        path = os.path.join(out_dir, name) if name else out_dir
+        if not os.path.isfile(path) and not os.path.isfile(os.path.join(path, HEADER)):
             continue
         try:
-            sources.append(open_one(path))
+            found.append((path, open_one(path).header["iter_num"]))
         except Exception as e:  # a damaged zip or pickle raises almost anything
             problems.append(f"{path}: not readable ({type(e).__name__}: {first_line(e)})")
-    sources.sort(key=lambda source: source.header["iter_num"], reverse=True)
-    return sources, problems
-
-
-def is_full(path):
-    return path.endswith(".pt") and os.path.isfile(path)
+    found.sort(key=lambda pair: pair[1], reverse=True)
+    return found, problems
 
 
 def open_one(path):
-    return open_full(path) if is_full(path) else open_sharded(path)
+    return open_full(path) if os.path.isfile(path) else open_sharded(path)
 
 
-def open_or_none(path):
+def open_intact(path, step, world):
+    """The Source at path. None if this rank finds damage, or another step: a run that goes on
+    there may have replaced the file since rank 0 has listed it."""
     try:
-        return open_one(path)
-    except Exception:  # rank 0 could open it, so it has changed, or is on another disk
+        source = open_one(path)
+        is_good = source.header["iter_num"] == step and is_intact(source, world)
+    except Exception:  # damage raises almost anything
         return None
+    return source if is_good else None
+
+
+def is_intact(source, world):
+    """True if the bytes that this rank reads match their checksums; a zip's may also raise. The
+    ranks share the files of a sharded checkpoint, and the records of a full one's zip."""
+    mine = slice(world.rank, None, world.size)
+    if source.sharded:
+        files = sorted(source.header["files"].items())[mine]
+        return all(checksum(os.path.join(source.path, name)) == crc for name, crc in files)
+    with zipfile.ZipFile(source.path) as records:
+        for name in records.namelist()[mine]:
+            with records.open(name) as f:
+                while f.read(1 << 24):
+                    pass  # at the end zipfile compares the checksum
+    return True
 
 
 def complete_steps(out_dir):
@@ -487,24 +491,6 @@ def complete_steps(out_dir):
 
 def is_step(name):
     return re.fullmatch(r"step-\d{9}", name)
-
-
-def intact(source, world):
-    """True if the bytes that this rank reads match their checksums. The ranks share the files of
-    a sharded checkpoint, and the records of a full one's zip."""
-    mine = slice(world.rank, None, world.size)
-    try:
-        if source.sharded:
-            files = sorted(source.header["files"].items())[mine]
-            return all(checksum(os.path.join(source.path, name)) == crc for name, crc in files)
-        with zipfile.ZipFile(source.path) as records:
-            for name in records.namelist()[mine]:
-                with records.open(name) as f:
-                    while f.read(1 << 24):
-                        pass  # at its end zipfile compares the checksum
-        return True
-    except Exception:  # a damaged zip raises almost anything
-        return False
 
 
 # ---------- who may write in a directory --------------------------------------
@@ -668,19 +654,11 @@ class Saver:
         require_finite_state(tensors, self.world, step)
         name = f"step-{step:09d}"
         is_best = improved and not self.cfg.always_save_checkpoint
-        header = dict(
-            model_args=model_args(self.cfg),
-            config=as_dict(self.cfg),
-            **describe_parameters(model, optimizer, tensors),
-            scaler=scaler.state_dict() or None,
-            meta=self.meta,
-            torch=str(torch.__version__),
-            run=self.run_id,
-            iter_num=step,
-            best_val_loss=best_val_loss,
-            best=name if is_best else self.best,
-            **self.inherited,
-        )
+        header = self.new_header(model, optimizer, tensors)
+        header["scaler"] = scaler.state_dict() or None
+        header["iter_num"] = step
+        header["best_val_loss"] = best_val_loss
+        header["best"] = name if is_best else self.best
         # Here, not in the background: a new thread's device is GPU 0, and its collectives would
         # meet training's. (dcp.async_save copies twice, and takes three times as long for that.)
         if self.cfg.checkpoint == "full":
@@ -693,6 +671,22 @@ class Saver:
             from_rank0(self.world, lambda: remove_sharded(os.path.join(self.out_dir, name)))
         self.saving = self.background.submit(self.write, name, header, copies)
         self.times = step, start, time.perf_counter() - start
+
+    def new_header(self, model, optimizer, tensors):
+        """What a checkpoint says of its run, and which parameter is which."""
+        names = {p: name for name, p in model.named_parameters()}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return dict(
+            model_args=model_args(self.cfg),
+            config=as_dict(self.cfg),
+            param_names=[names[p] for p in params],
+            param_groups=optimizer.state_dict()["param_groups"],
+            ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
+            meta=self.meta,
+            torch=str(torch.__version__),
+            run=self.run_id,
+            **self.inherited,
+        )
 
     def write(self, name, header, tensors):
         """In the background (all ranks): write the checkpoint. Returns the finish time, and a
@@ -707,7 +701,7 @@ class Saver:
                 if is_milestone(header["iter_num"], self.cfg):
                     names.insert(0, f"step-{header['iter_num']:09d}.pt")
                 write_ckpt_pt(self.out_dir, names, tensors, header)
-        except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
+        except OSError as e:
             line = cannot_write(path, e)
         line = from_rank0(self.world, lambda: line, self.group)
         return time.perf_counter(), line
@@ -719,9 +713,9 @@ class Saver:
             dcp.save(rows, storage_writer=Writer(path, header), process_group=self.group)
         except dcp.CheckpointException as e:  # on all ranks, whichever has failed
             cause, _ = next(iter(e.failures.values()))
-        if cause and self.world.rank == 0:
-            remove_sharded(path)  # the next save may need the room
         if cause:
+            if self.world.rank == 0:
+                remove_sharded(path)  # the next save may need the room
             raise cause  # if it is no OSError the run ends: a disk that is not shared, or a bug
         if self.world.rank == 0:
             self.best = header["best"]
@@ -767,16 +761,17 @@ class Saver:
 def cannot_write(path, e):
     """The line that says why a write has failed."""
     return (
-        f"cannot write {path}: {first_line(root_cause(e))}; what was there before is untouched. "
-        "See that the directory exists and has room, or pass another one")
+        f"cannot write {path}: {first_line(e)}; what was there before is untouched. See that "
+        "the directory exists and has room, or pass another one")
 
 
 def root_cause(e):
-    """The first of the errors that led to e. On a full disk torch.save fails again as it closes
+    """The OSError that led to e, or else e. On a full disk torch.save fails again as it closes
     its file, and then says only "unexpected pos"."""
-    while e.__context__:
-        e = e.__context__
-    return e
+    cause = e
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or e
 
 
 # ---------- the command -------------------------------------------------------
@@ -789,8 +784,6 @@ def main(argv):
     if len(argv) != 2 or argv[0] != "full":
         raise SystemExit("usage: python checkpoint.py full OUT_DIR")
     out_dir = argv[1]
-    if not os.path.isdir(out_dir):
-        raise SystemExit(f"{out_dir}: no such directory")
     directory = RunDirectory(out_dir)
     directory.lock()  # a run there might remove what we read
     source = find(out_dir, World())
@@ -804,7 +797,7 @@ def main(argv):
     flat = {key: source.get(key) for key in source.shapes}
     try:
         write_ckpt_pt(directory.path, ["ckpt.pt"], flat, source.header)
-    except (OSError, RuntimeError) as e:
+    except OSError as e:
         raise SystemExit(cannot_write(path, e))
     print(f"{source.path} -> {path}")
 

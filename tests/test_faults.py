@@ -11,6 +11,7 @@ What a user may do wrong is in test_mistakes.py.
 import glob
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -319,7 +320,8 @@ def test_fault_a_rank_that_dies_in_a_sharded_save_is_no_full_disk(tmp):
 
 
 @pytest.mark.parametrize("world, kind, ranks, room", [
-    (1, "full", [0], 5000), (2, "full", [0], 30_000), (2, "sharded", [0], 5000),
+    (1, "full", [0], 5000), (1, "sharded", [0], 5000), (2, "full", [0], 30_000),
+    (2, "sharded", [0], 5000),
     (2, "sharded", [1], 5000), (2, "sharded", [0, 1], 30_000)])
 def test_fault_no_space_keeps_the_old_checkpoint(tmp, tmp_path, world, kind, ranks, room):
     """One line says so, whichever rank's disk is full; another, that the run ends without it. With
@@ -437,7 +439,7 @@ def test_fault_orphans_of_torchrun_have_the_directory_until_they_end(tmp):
 def train_apart(out, argv):
     """train.py; each rank's relative out_dir is another directory."""
     here = os.path.join(out, "node-" + os.environ["RANK"])
-    os.makedirs(here)
+    os.makedirs(here, exist_ok=True)
     os.chdir(here)
     train.main(argv)
 
@@ -457,11 +459,18 @@ def test_fault_directory_that_nodes_do_not_share(tmp, tmp_path):
         for node in ("node-0", "node-1"):
             assert os.path.exists(at[steps] / node / "out")
             assert not glob.glob(str(at[steps] / node / "out/*/header.json"))
-    # full ones need no shared disk
+    # full ones need no shared disk until a run resumes
     run.update(checkpoint="full", max_iters=1)
     p = Ranks(2, train_apart, str(tmp_path / "full"), arguments(tmp, "out", **run)).finish()
     assert p.returncode == 0, p.stderr
-    assert read_ckpt(tmp_path / "full/node-0/out")["iter_num"] == 1
+    ckpt = tmp_path / "full/node-0/out/ckpt.pt"
+    assert read_ckpt(ckpt.parent)["iter_num"] == 1
+    # and then as the line says: a copy on each node
+    shutil.copytree(ckpt.parent, tmp_path / "again/node-0/out")
+    shutil.copytree(ckpt.parent, tmp_path / "again/node-1/out")
+    run.update(max_iters=2, init_from="resume")
+    p = Ranks(2, train_apart, str(tmp_path / "again"), arguments(tmp, "out", **run)).finish()
+    assert p.returncode == 0 and "at step 1" in p.stdout, p.stderr
 
 
 def test_fault_a_save_longer_than_torchruns_patience(slow_run):
