@@ -75,7 +75,7 @@ class Config:
     #   gpt2[-medium|-large|-xl], another hub name, a directory;
     #   of its context it takes block_size at most
     checkpoint: Literal["full", "sharded", "none"] = "full"  # full: one portable ckpt.pt.
-    #   sharded: a directory, written in the background, for models too large for one host.
+    #   sharded: a directory, where each rank writes its rows, for models too large for one host.
     #   none: for trials
     save_interval: Whole = 0  # steps between checkpoints; 0: one at each evaluation
     keep_checkpoints: Positive = 2  # how many sharded ones to keep
