@@ -1,157 +1,223 @@
 """
 Documents: texts from files and from data sets of Hugging Face's hub, for prepare.py.
 
-    for place, document in documents(args):    # args: prepare.py's options
-        document.text, document.spans
+    for where, row in rows("a.csv", args.split, args):    # args: prepare.py's options
+        text = render("{title}: {text}", row, where)      # where: "a.csv: line 2", for errors
 
 In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document. Any other file
 is one document.
+
+Text is what the file says. Readers that guess types change it: 007 becomes 7, NA nothing, a date
+a timestamp. So the standard library reads all but Parquet files, whose columns have their types.
 """
 
+import csv
 import glob
+import gzip
 import json
 import os
 import re
-from dataclasses import dataclass
-from functools import partial
+import sys
 
-from data.files import extra
-
-# {a file's extension: the name of its reader in the `datasets` library}
-READERS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-}
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+JSON = (".jsonl", ".ndjson", ".json")
+READABLE = (*JSON, *DELIMITERS, ".parquet", ".txt")
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"  # of a data set there: name, or owner/name
+COLUMN = r"{([^{}]+)}"  # in a template
 TEXT = (str, int, float, type(None))  # what a column of text may hold
 
 
-@dataclass
-class Document:
-    text: str
-    # [(start, end)]: the characters that the model learns to predict; None for all of them.
-    spans: list | None = None
-    # True if a chat template wrote the text: it has its special tokens, and none are added.
-    has_special_tokens: bool = False
-
-    @property
-    def key(self):
-        """A string that identifies the document: its hash puts it into train or val."""
-        if self.spans is None:
-            return self.text
-        return json.dumps((self.text, self.spans), ensure_ascii=False)
-
-    def documents(self, encoder):
-        """[itself]; a chat may be several."""
-        return [self]
+def documents(args, split, document_of, limit=sys.maxsize):
+    """Yield document_of(row, where) for each row of args.source, until `limit` of them are not
+    None: a row without text is. split: of hub data sets. SystemExit if a source cannot be read."""
+    for source in args.source:
+        for where, row in rows(source, split, args):
+            document = document_of(row, where)
+            yield document
+            limit -= document is not None
+            if limit == 0:
+                return
 
 
-def documents(args, place=(0, 0)):
-    """Yield (place, document) for each row of args.source after `place`. The document is None
-    for a row without text. SystemExit if a source cannot be read.
-
-    place: (index of the source, how many of its rows have been read). args: prepare.py's
-    options source, subset, split, column, template, learn and chat.
-    """
-    document_of = row_reader(args)
-    first, skip = place
-    for number, source in enumerate(args.source[first:], first):
-        try:
-            for row in rows(source, args, skip):
-                skip += 1
-                yield (number, skip), document_of(row, f"{source}: row {skip}")
-        except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
-            reason = " ".join(str(e).split())[:300]
-            remedy = "a file must be whole, and UTF-8"
-            if not os.path.exists(source):
-                remedy = "it is no file here; for a hub data set check its name and the network"
-            raise SystemExit(f"{source}: {type(e).__name__}: {reason}; {remedy}")
-        skip = 0
+# ---------- from rows to text -------------------------------------------------
 
 
-def rows(source, args, skip):
-    """Yield the rows of one file or hub data set, each {column: value}, after the first
-    `skip`."""
-    extension = os.path.splitext(source)[1].lower()
-    is_local = os.path.isfile(source)
-    if os.path.exists(source) and not is_local:
-        raise SystemExit(f"{source}: not a file; name the files in it, as {source}/*.txt")
-    # A source that is not here, and is not named like a file, is a hub data set.
-    is_file_name = extension in (*READERS, ".txt") or not re.fullmatch(HUB_NAME, source)
-    if not is_local and is_file_name:
-        raise SystemExit(f"{source}: no such file")
-    if is_local and extension not in READERS:
-        if skip == 0:
-            with open(source, encoding="utf-8-sig") as f:  # without a byte order mark
-                text = f.read()
-            yield {"text": text, args.column: text}  # --column is for the other files
-        return
-    if is_local and os.path.getsize(source) == 0:
-        return  # `datasets` would fail
-
-    import datasets
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # documents() prints errors
-    options = dict(name=args.subset, split=args.split)
-    if is_local:
-        options = dict(data_files=[glob.escape(source)], split="train")
-        source = READERS[extension]
-        if source == "csv":
-            options["sep"] = "\t" if extension == ".tsv" else ","
-            # Only an empty field is null. By default pandas takes "NA", "None", ... for null.
-            options |= dict(keep_default_na=False, na_values=[""])
-    yield from datasets.load_dataset(source, **options, streaming=True).skip(skip)
-
-
-def row_reader(args):
-    """The function that makes a document of a row, given (row, where); where: for errors."""
-    if args.chat:
-        return partial(extra("chat", wanted_by="--chat").chat_of, args.column)
-    template = args.template or "{" + args.column + "}"
-    learned = args.learn.split(",") if args.learn else []
-    return partial(render, template.replace(r"\n", "\n"), learned)
-
-
-def render(template, learned, row, where):
-    """The Document that has the row's value for each {column} of the template; null is empty.
-    learned: the columns whose values are learned; if there are none, all of the text is."""
-    text = ""
-    spans = []
-    for i, part in enumerate(re.split(r"{([^{}]+)}", template)):
-        if i % 2 == 0:  # text between columns
-            text += part
-            continue
-        start = len(text)
-        text += value(row, part, where)
-        if part in learned:
-            spans.append((start, len(text)))
-    return Document(text, spans or None) if text else None
+def render(template, row, where):
+    """The template with the row's value for each {column}; null is empty."""
+    return re.sub(COLUMN, lambda match: value(row, match[1], where), template)
 
 
 def value(row, column, where):
     """A row's text in a column. SystemExit if the column is missing or holds no text."""
     found = row.get(column, [])
-    if not isinstance(found, TEXT):
-        others = [name for name, one in row.items() if isinstance(one, TEXT)]
-        if others:
+    if isinstance(found, TEXT):
+        return "" if found is None else encodable(str(found))
+    # A later row of JSON without the column has null there.
+    problem = "no text in" if column in row else "the first row has no"
+    others = [name for name, one in row.items() if isinstance(one, TEXT)]
+    remedy = f"pass --column or --template for one of {', '.join(others)}"
+    if not others:
+        remedy = 'write each text as a line {"text": "..."} of a .jsonl file'
+    raise SystemExit(f"{where}: {problem} column {column}; {remedy}")
+
+
+def encodable(text):
+    """The text with ? for each half of a surrogate pair. JSON can write such a half, and UTF-8
+    cannot."""
+    return text.encode(errors="replace").decode()
+
+
+# ---------- from sources to rows ----------------------------------------------
+
+
+def rows(source, split, args):
+    """Yield (where, {column: value}) for each row of one file or hub data set."""
+    extension = os.path.splitext(source.lower().removesuffix(".gz"))[1]
+    is_local = os.path.isfile(source)
+    if os.path.exists(source) and not is_local:
+        raise SystemExit(f"{source}: not a file; name the files in it, as {source}/*.txt")
+    # A source that is not here, and is not named like a file, is a hub data set.
+    if not is_local and (extension in READABLE or not re.fullmatch(HUB_NAME, source)):
+        raise SystemExit(f"{source}: no such file")
+    try:
+        if not is_local:
+            yield from rows_of_datasets(source, source, name=args.subset, split=split)
+        elif extension == ".parquet":
+            files = [glob.escape(source)]
+            yield from rows_of_datasets(source, "parquet", data_files=files, split="train")
+        elif extension in JSON:
+            yield from rows_of_json(source)
+        elif extension in DELIMITERS:
+            yield from rows_of_csv(source, DELIMITERS[extension])
+        else:
+            text = "".join(line for _, line in lines(source, newline=None))
+            yield source, {"text": text, args.column: text}  # --column is for the other files
+    except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
+        reason = " ".join(str(e).split())[:300]
+        remedy = "the file must be whole"
+        if not is_local:
+            remedy = "it is no file here; for a hub data set check its name and the network"
+        raise SystemExit(f"{source}: {type(e).__name__}: {reason}; {remedy}")
+
+
+def lines(source, newline="\n"):
+    """Yield (number, text) of each line of a file, without a byte order mark. SystemExit at the
+    first that is not UTF-8. newline: as open() takes it; None makes CRLF and a lone CR \\n."""
+    open_file = gzip.open if source.endswith(".gz") else open
+    # A bad byte becomes half of a surrogate pair, and so is found in its own line. An error of
+    # the decoder would come with its block, before the lines that are in front of it.
+    how = dict(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    with open_file(source, "rt", **how) as f:
+        for number, line in enumerate(f, 1):
+            if encodable(line) != line:
+                raise SystemExit(
+                    f"{source}: line {number} is not UTF-8; convert the file, or mend the line")
+            yield number, line
+
+
+# ---------- JSON --------------------------------------------------------------
+
+
+class Written(str):
+    """A number, or true or false, as the file writes it."""
+
+
+def unique(pairs):
+    """The object that has these pairs; the pairs themselves if a key is there twice."""
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else pairs
+
+
+DECODER = json.JSONDecoder(
+    object_pairs_hook=unique, parse_int=Written, parse_float=Written, parse_constant=Written)
+
+
+def rows_of_json(source):
+    """An object a line, or one array of objects."""
+    columns = None
+    for where, row in values_of_json(source):
+        if not isinstance(row, dict):
             raise SystemExit(
-                f"{where}: no text in column {column}; pass --column or --template for one of "
-                f"{', '.join(others)}")
-        raise SystemExit(
-            f"{where}: no text in column {column}, nor in another; for chats pass --chat, or "
-            'write each text as a line {"text": "..."} of a .jsonl file')
-    return "" if found is None else str(found)
+                f'{where}: {str(row)[:80]} is no object, or has a key twice; write a row as '
+                '{"text": "..."}')
+        for key, one in row.items():
+            if isinstance(one, bool):
+                row[key] = Written(json.dumps(one))
+        # A column that the first row has, and this one has not, is null.
+        columns = columns or dict.fromkeys(row)
+        yield where, {**columns, **row}
 
 
-def up_to(docs, count):
-    """Yield from documents() until `count` rows with text have come."""
-    if count < 1:
-        return
-    for place, document in docs:
-        yield place, document
-        count -= document is not None
-        if count == 0:
+def values_of_json(source):
+    """Yield (where, value) of each line, or of each element of an array."""
+    numbered = lines(source)
+    is_first = True
+    for number, line in numbered:
+        if line.isspace():
+            continue
+        if is_first and line.lstrip().startswith("["):
+            text = line + "".join(more for _, more in numbered)
+            elements = parsed(text, source, number)
+            yield from ((f"{source}: row {n}", one) for n, one in enumerate(elements, 1))
             return
+        is_first = False
+        yield f"{source}: line {number}", parsed(line, source, number)
+
+
+def parsed(text, source, first):
+    """The JSON value in the text, which begins at line `first` of the source."""
+    try:
+        return DECODER.decode(text.rstrip("\r\n"))
+    except json.JSONDecodeError as e:
+        line = first + e.lineno - 1
+        raise SystemExit(
+            f"{source}: line {line}, column {e.colno}: {e.msg}; mend the line, or take it out")
+
+
+# ---------- CSV and TSV -------------------------------------------------------
+
+
+def rows_of_csv(source, delimiter):
+    """Rows below a line of the columns' names; quotes are as in a spreadsheet's export."""
+    csv.field_size_limit(sys.maxsize)  # it is 131,072 characters
+    text = (line for _, line in lines(source))
+    # strict: else a quote that nobody closes takes all that follows.
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    columns = None
+    while True:
+        where = f"{source}: line {reader.line_num + 1}"
+        try:
+            fields = next(reader, None)
+        except csv.Error as e:
+            reason = str(e).partition(" - ")[0]  # then it speaks to programmers
+            raise SystemExit(
+                f"{where}: {reason}, in the row that begins there; put quotes around a text with "
+                "quotes or line ends (a lone CR is one), and write its own quotes twice")
+        if fields is None:
+            return
+        if not fields:  # an empty line
+            continue
+        if columns is None:
+            columns = fields
+            names = [name for name in columns if name]  # nobody asks for one without a name
+            if len(set(names)) < len(names):
+                raise SystemExit(f"{where}: two columns have the same name; rename one of them")
+            continue
+        # A delimiter at the end of each row is common; more text than columns is a mistake.
+        if any(fields[len(columns):]):
+            raise SystemExit(
+                f"{where}: {len(fields)} fields, and there are {len(columns)} columns; put quotes "
+                f"around a text that has a {delimiter!r}")
+        yield where, {**dict.fromkeys(columns), **dict(zip(columns, fields))}
+
+
+# ---------- Parquet and the hub -----------------------------------------------
+
+
+def rows_of_datasets(source, path, **options):
+    """The rows of datasets.load_dataset(path, **options)."""
+    import datasets
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # rows() prints errors
+    found = datasets.load_dataset(path, **options, streaming=True)
+    for number, row in enumerate(found, 1):
+        yield f"{source}: row {number}", row

@@ -7,7 +7,7 @@ Each split (train, val) is one file, or shards:
     NAME_train_000001.bin, ...         llm.c's: a header, and then uint16 or uint32
 
 A train.bin may have the header too; tokens above 65,535 need it. Beside them lie meta.json, and
-prepare.json, which says how they were made. Until all of them are there, so does prepare.state.
+prepare.json, which says how they were made, and whether all of them are there.
 
 Beside X.bin there may be X.mask: one byte per token, without a header. It is 1 if the model
 learns to predict that token, and 0 if not. Without masks it learns all tokens.
@@ -16,7 +16,6 @@ learns to predict that token, and 0 if not. Without masks it learns all tokens.
 import glob
 import importlib
 import json
-import mmap
 import os
 import re
 from pathlib import Path
@@ -33,7 +32,6 @@ FORMATS = {
 # Types that a file may have by mistake, the wider first: NumPy's defaults are int64 and float64.
 OTHERS = ("int64", "float64", "int32", "float32")
 LOOK = 1 << 15  # tokens at a file's start that are checked for such a type
-STATE = "prepare.state"
 RECORD = "prepare.json"
 
 
@@ -105,13 +103,14 @@ def file_pattern(split):
 def read_record(directory):
     """The content of prepare.json, or {} if there is none."""
     path = Path(directory, RECORD)
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text()) if os.path.exists(path) else {}
 
 
 def open_split(directory, split):
     """Memory maps of a split's shards, in order, or of its one file. SystemExit if they are
     not one whole data set."""
-    if os.path.exists(os.path.join(directory, STATE)):
+    record = read_record(directory)
+    if not record.get("finished", True):
         raise SystemExit(
             f"{directory}: prepare.py has not finished here; start it again with the same "
             "arguments, and it goes on")
@@ -129,7 +128,7 @@ def open_split(directory, split):
     _, of_one = paths.popitem()
     files = [open_tokens(path) for path in of_one]
     count = sum(map(len, files))
-    prepared = read_record(directory).get("tokens", {}).get(split, count)
+    prepared = record.get("tokens", {}).get(split, count)
     if count != prepared:
         raise SystemExit(
             f"{directory}: {count:,} of {prepared:,} tokens of {split} are here; copy or "
@@ -180,22 +179,12 @@ def require_uint16(tokens, vocab_size):
                 "uint16; write np.array(tokens, np.uint16), or uint32 behind llm.c's header")
 
 
-def read_ahead(array, first, count):
-    """Ask the system to read `count` elements of a memory map, from `first` on; don't wait."""
-    # The map begins at a page, which may lie before the array.
-    start = array.offset % mmap.ALLOCATIONGRANULARITY + first * array.itemsize
-    end = start + count * array.itemsize
-    start -= start % mmap.PAGESIZE
-    array.base.madvise(mmap.MADV_WILLNEED, start, end - start)
-
-
 def open_masks(files):
     """Memory maps of the masks beside a split's files of tokens; [] if it has none.
     SystemExit if they do not fit."""
     paths = [Path(tokens.filename).with_suffix(".mask") for tokens in files]
     missing = [path for path in paths if not path.exists()]
-    asked = read_record(paths[0].parent).get("arguments", {})
-    is_expected = not {"chat", "learn", "window"}.isdisjoint(asked)
+    is_expected = ".mask" in read_record(paths[0].parent).get("files", [])
     if len(missing) == len(paths) and not is_expected:
         return []
     if missing:

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import extra, open_masks, open_split, read_ahead, require_uint16
+from data.files import extra, open_masks, open_split, require_uint16
 from data.tokenizer import TOKENIZERS
 
 HERE = Path(__file__).absolute().parent
@@ -95,11 +95,6 @@ class Batches:
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
         number = step * self.cfg.gradient_accumulation_steps
         number += micro * world.size + world.rank
-        # A page from a network disk takes milliseconds, and all ranks wait for the rank that
-        # needs it. So ask now for the pages of this micro-batch in the next step.
-        next_number = number + self.cfg.gradient_accumulation_steps
-        for files, _, windows in self.samples(next_number * B, B):
-            files.read_ahead(windows)
         x = torch.empty(B, T, dtype=torch.int64)
         y = torch.empty_like(x)
         for files, rows, windows in self.samples(number * B, B):
@@ -219,8 +214,10 @@ class TokenFiles:
         x = np.empty((len(windows), T), np.int64)
         y = np.empty_like(x)
         for row, window in enumerate(windows):
-            file, start = self.place(window)
-            tokens = self.tokens(file, start)
+            file = bisect_right(self.starts, window) - 1
+            start = (window - self.starts[file]) * T  # of its first token, in the file
+            tokens = self.files[file][start:start + T + 1]
+            self.require_known(tokens, self.files[file].filename)
             x[row] = tokens[:-1]
             y[row] = tokens[1:]
             if self.masks:
@@ -228,29 +225,13 @@ class TokenFiles:
                 y[row, ~learned] = -1
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    def read_ahead(self, windows):
-        """Ask the system to read the data of batch(windows), and don't wait for it."""
-        for window in windows:
-            file, start = self.place(window)
-            read_ahead(self.files[file], start, self.block_size + 1)
-            if self.masks:
-                read_ahead(self.masks[file], start, self.block_size + 1)
-
-    def place(self, window):
-        """(the number of the window's file, the index of its first token there)."""
-        file = bisect_right(self.starts, window) - 1
-        return file, (window - self.starts[file]) * self.block_size
-
-    def tokens(self, file, start):
-        """The block_size + 1 tokens of a window."""
-        tokens = self.files[file]
-        row = tokens[start:start + self.block_size + 1]
-        largest = row.max()
+    def require_known(self, tokens, path):
+        """SystemExit if one is beyond the vocabulary."""
+        largest = tokens.max()
         if largest >= self.vocab_size:
             raise SystemExit(
-                f"{tokens.filename}: token {largest} is beyond vocab_size="
-                f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
-        return row
+                f"{path}: token {largest} is beyond vocab_size={self.vocab_size}; use this "
+                "model's tokenizer, or fix meta.json")
 
 
 # ---------- files -------------------------------------------------------------

@@ -2,10 +2,9 @@ r"""
 Turn any text into files of tokens: local files, or data sets of Hugging Face's hub.
 
     python data/prepare.py my_data notes/*.txt                          # -> data/my_data/
-    python data/prepare.py my_data chats.jsonl --template='Q: {question}\nA: {answer}'
+    python data/prepare.py my_data qa.jsonl --template='Q: {question}\nA: {answer}'
     python data/prepare.py my_data a.parquet --column=body --tokenizer=HuggingFaceTB/SmolLM2-135M
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
-    python data/prepare.py my_data chats.jsonl --chat --tokenizer=Qwen/Qwen3-0.6B
 
 In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document. Any other file
 is one document, of text. Documents are streamed through all cores. Each ends with an end-of-text
@@ -13,21 +12,18 @@ token. Rows without text are left out, and the last lines say how many.
 
 A data set smaller than a shard becomes train.bin and val.bin, as nanoGPT's: uint16, or uint32
 behind llm.c's header if the vocabulary is above 65,535. A larger one becomes shards with that
-header, <name>_train_000001.bin and so on. A shard is written as soon as it is full. After a
-kill start the same command again: it goes on after the last shard.
+header, <name>_train_000001.bin and so on, each with a small one of val. After a kill start the
+same command again: it goes on after the last shard.
 
 A hash of its text puts a document into train or val, whatever the order, the limit or the
 number of workers. If a split has fewer than 10,000 tokens when the first shard is full, or at
-the end, val gets the last tenth of all tokens until then instead.
-
-With --chat, --learn or --window the model learns only some of the tokens. Then beside each
-.bin lies a .mask: one byte per token, 1 if it is learned.
+the end, val gets the last tenth of all tokens until then instead. A data set of the hub may have
+a split of its own for that: --val_split=validation.
 """
 
 import hashlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -35,7 +31,7 @@ import zlib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import parent_process
 from pathlib import Path
@@ -48,11 +44,9 @@ import numpy as np
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parent))
-from data.documents import documents, up_to  # noqa: E402
+from data.documents import documents, render  # noqa: E402
 from data.files import (  # noqa: E402
     RECORD,
-    STATE,
-    extra,
     file_pattern,
     header,
     open_masks,
@@ -66,48 +60,89 @@ from data.tokenizer import encoder  # noqa: E402
 SPLITS = ("train", "val")
 MANY = 10_000  # tokens: a smaller split gives no useful loss
 CHUNK = 1 << 20  # characters that travel to a worker together
+# A shard may be a chunk longer than it was asked to be, and its header counts to 2**31.
+LARGEST = 1 << 30
 
 
-# ---------- tokens ------------------------------------------------------------
+# ---------- from rows to tokens -----------------------------------------------
 
 
-@dataclass(frozen=True)
 class Job:
-    """How documents become tokens; every worker has it."""
+    """What becomes of a row: a document, its tokens, their files. Each worker has a copy. A
+    command that makes something else of it passes a class of its own to main()."""
 
-    tokenizer: str  # as the user names it
-    dtype: np.dtype  # of a token
-    val_fraction: float
-    has_mask: bool = False
-    window: int = 1  # each document begins at a multiple of it
+    window = 1  # so many tokens stay together where val gets the end of all
+    meta = {}  # more for meta.json
 
-    @property
-    def item(self):
-        """The type of a token in memory; with a mask it has two fields."""
-        if self.has_mask:
-            return np.dtype([("token", self.dtype), ("learned", np.uint8)])
-        return self.dtype
+    def __init__(self, args, own):
+        """own: the Encoder of args.tokenizer."""
+        self.tokenizer = args.tokenizer
+        template = args.template or "{" + args.column + "}"
+        self.template = template.replace(r"\n", "\n")
+        self.dtype = np.dtype(np.uint32 if own.vocab_size > 65535 else np.uint16)
+        self.item = self.dtype  # of a token in memory
+
+    def document(self, row, where):
+        """The document of a row, here its text; None if it has none. where: for errors."""
+        return render(self.template, row, where) or None
+
+    def key(self, document):
+        """A string that identifies the document: its hash puts it into train or val."""
+        return document
+
+    def encode(self, document, own):
+        """A document's tokens, with the end-of-text token, as an array of self.item."""
+        tokens = np.array(own.encode(document), self.dtype)
+        if tokens[-1:].tolist() != [own.end]:  # some tokenizers put it there themselves
+            tokens = np.append(tokens, self.dtype.type(own.end))
+        return tokens
+
+    def files(self, items):
+        """{extension: array} of the files that these tokens become, .bin among them."""
+        return {".bin": items}
 
 
 @dataclass
 class Chunk:
-    """Rows that one worker tokenizes together."""
+    """Documents that one worker tokenizes together."""
 
+    documents: list
+    val_fraction: float  # of them
+    # Of all rows until its end, those of earlier chunks too:
     rows: int
     empty: int  # how many of them have no text
-    place: tuple  # of the last row, as documents() yields it
-    crc: int  # of its text
+    crc: int  # of their documents
 
 
-def tokenize(docs, workers, job):
-    """Yield (Chunk, tokens of train and of val as bytes), in the order of docs."""
-    with ProcessPoolExecutor(workers, initializer=end_as_prepare_ends) as pool:
-        def submit(rows, place):
-            chunk = Chunk(len(rows), rows.count(None), place, text_crc(rows[-1]))
-            return chunk, pool.submit(encode, rows, job)
+def chunks(parts, key):
+    """Yield Chunks: short documents together, long ones alone. parts: [(val_fraction, documents
+    with None for each row without text)]; key: the Job's."""
+    rows = empty = crc = 0
+    for val_fraction, docs in parts:
+        found = []
+        size = 0
+        for document in docs:
+            rows += 1
+            if document is None:
+                empty += 1
+            else:
+                found.append(document)
+                text = key(document)
+                size += len(text)
+                crc = zlib.crc32(text.encode(), crc)
+            crc = zlib.crc32(b"\xff", crc)  # ends a row, and is no byte of UTF-8
+            if size >= CHUNK:
+                yield Chunk(found, val_fraction, rows, empty, crc)
+                found = []
+                size = 0
+        yield Chunk(found, val_fraction, rows, empty, crc)
 
+
+def tokenize(chunks, workers, job):
+    """Yield (chunk, tokens of train and of val as bytes), in order."""
+    with ProcessPoolExecutor(workers, initializer=die_with_parent) as pool:
         # A generator: a chunk is read, and sent to a worker, when this asks for it.
-        submitted = (submit(rows, place) for rows, place in chunks(docs))
+        submitted = ((chunk, pool.submit(encode, chunk, job)) for chunk in chunks)
         pending = list(islice(submitted, 4 * workers))  # at most so many, so memory stays flat
         while pending:
             chunk, tokens = pending.pop(0)
@@ -115,26 +150,7 @@ def tokenize(docs, workers, job):
             pending += islice(submitted, 1)
 
 
-def chunks(docs):
-    """Yield (documents, place of the last): short documents together, long ones alone."""
-    found = []
-    size = 0
-    for place, document in docs:
-        found.append(document)
-        size += len(document.key) if document else 0
-        if size >= CHUNK:
-            yield found, place
-            found = []
-            size = 0
-    if found:
-        yield found, place
-
-
-def text_crc(document):
-    return zlib.crc32(document.key.encode()) if document else 0
-
-
-def end_as_prepare_ends():
+def die_with_parent():
     """In a worker: leave Ctrl-C to prepare.py, and end if that is killed, since no more chunks
     will come."""
     def wait():
@@ -145,244 +161,152 @@ def end_as_prepare_ends():
     threading.Thread(target=wait, daemon=True).start()
 
 
-def encode(rows, job):
+def encode(chunk, job):
     """The tokens of train and those of val, as bytes; runs in a worker."""
     own = encoder(job.tokenizer)
     parts = bytearray(), bytearray()
-    for row in filter(None, rows):
-        digest = hashlib.sha256(row.key.encode()).digest()
-        held_out = int.from_bytes(digest[:8], "little") < job.val_fraction * 2**64
-        for document in row.documents(own):
-            items = items_with_mask if job.has_mask else items_of
-            parts[held_out].extend(items(document, own, job).tobytes())
+    for document in chunk.documents:
+        digest = hashlib.sha256(job.key(document).encode()).digest()
+        held_out = int.from_bytes(digest[:8], "little") < chunk.val_fraction * 2**64
+        parts[held_out].extend(job.encode(document, own).tobytes())
     return parts
 
 
-def items_of(document, own, job):
-    """A document's tokens, with the end-of-text token."""
-    tokens = np.array(own.encode(document.text), job.dtype)
-    if tokens[-1:].tolist() != [own.end]:  # some tokenizers put it there themselves
-        tokens = np.append(tokens, job.dtype.type(own.end))
-    return tokens
+# ---------- from tokens to files ----------------------------------------------
 
 
-def items_with_mask(document, own, job):
-    """A document's tokens and mask. The tokens are those of the whole text: some tokenizers
-    split a part of it differently when it stands alone."""
-    text = document.text
-    spans = document.spans or [(0, len(text))]
-    ids, places = own.spans(text, add_special_tokens=not document.has_special_tokens)
-    ids = list(ids)
-    learned = overlaps(places, spans, len(text))
-    if not document.has_special_tokens:
-        if ids[-1:] != [own.end]:
-            ids.append(own.end)
-            learned.append(False)
-        learned[-1] = spans[-1][1] == len(text)
-    padding = -len(ids) % job.window
-    items = np.empty(len(ids) + padding, job.item)
-    items["token"] = ids + padding * [own.end]
-    items["learned"] = learned + padding * [False]
-    if job.window > 1:
-        items["learned"][0] = False  # it would be the last target of the window before
-    return items
-
-
-def overlaps(places, spans, length):
-    """A list: True for each token that has a character in a span. places: [(start, end)] of
-    the tokens; length: of the text."""
-    before = np.zeros(length + 1, int)  # i: how many of the first i characters are in spans
-    for start, end in spans:
-        before[start + 1:end + 1] = 1
-    before = before.cumsum()
-    starts, ends = np.array(places, int).reshape(-1, 2).T
-    # A token of spaces alone may have an empty place, of which only the end is right.
-    starts = np.minimum(starts, ends - 1).clip(0)
-    return (before[ends] > before[starts]).tolist()
-
-
-# ---------- files -------------------------------------------------------------
-
-
-@dataclass
-class Progress:
-    """What prepare.state says, besides the tokens that wait."""
-
-    arguments: dict
-    shards: dict  # {split: how many have been written}
-    documents: int = 0  # how many have been read
-    empty: int = 0  # how many rows without text were among them
-    place: tuple = (0, 0)  # of the last row, as documents() yields it
-    checksum: int = 0  # of its text
-    learned: int = 0  # how many tokens are learned, with a mask
-
-
-class Tokens:
+class Shards:
     """The tokens of train and val, on their way to the files in `out`.
 
-    They wait in memory until they fill a shard. When one has been written, prepare.state
-    gets those that still wait, and the progress. The next start goes on from there. After a
-    kill between the two it writes the same shard once more.
+    They wait in memory until the chunk with which a split has shard_tokens. Then both splits
+    are written, and prepare.json says how far that is. The next start goes on from there. After
+    a kill between the two it writes the same shard once more.
     """
 
     def __init__(self, out, arguments, job, end_fraction):
-        """arguments: a later start must have the same. SystemExit if it has not, or if out
-        has another data set."""
+        """arguments: a later start must have the same. end_fraction: of all tokens, if val gets
+        the end of them; 0 if it has documents of its own. SystemExit if out has other data."""
         self.out = out
         self.job = job
-        self.end_fraction = end_fraction  # of all tokens, if val gets the end of them
-        self.shard_tokens = arguments["shard_tokens"]
+        self.end_fraction = end_fraction
+        self.full = arguments["shard_tokens"] * job.item.itemsize  # bytes
         self.waiting = {split: bytearray() for split in SPLITS}
-        self.progress = Progress(arguments, shards=dict.fromkeys(SPLITS, 0))
-        if (out / STATE).exists():
-            self.load()
-        else:
+        self.last = None  # the chunk whose tokens came last
+        self.record = dict(arguments=arguments, finished=False, rows=0, crc=0, shards=0,
+                           tokens=dict.fromkeys(SPLITS, 0), files=[])
+        begun = read_record(out)
+        if not begun:
             require_no_other_data(out, {})
-
-    def save(self):
-        state = asdict(self.progress)
-        state["waiting"] = [len(waiting) for waiting in self.waiting.values()]
-        line = json.dumps(state) + "\n"
-        write_files(self.out, {STATE: [line.encode(), *self.waiting.values()]})
-
-    def load(self):
-        with open(self.out / STATE, "rb") as f:
-            state = json.loads(f.readline())
-            for waiting, size in zip(self.waiting.values(), state.pop("waiting")):
-                waiting.extend(f.read(size))
-        begun = state["arguments"]
-        now = self.progress.arguments
-        for key in {**begun, **now}:
-            if begun.get(key) != now.get(key):
+            return
+        for key in {**begun["arguments"], **arguments}:
+            if begun["arguments"].get(key) != arguments.get(key):
                 raise SystemExit(
-                    f"{self.out}: begun with another {key}; pass the same to go on, or move "
-                    "its files away to begin again, or pass another --out")
-        self.progress = Progress(**state)
-        print(f"{self.out}: going on after {sum(self.progress.shards.values())} shards and "
-              f"{self.progress.documents:,} documents")
+                    f"{out}: prepared with another {key}; pass the same, or move its files away "
+                    "to begin again, or pass another --out")
+        self.record |= begun
 
-    def has_shards(self):
-        return any(self.progress.shards.values())
+    def is_finished(self):
+        """True if an earlier start has finished, and all files are there. SystemExit if one is
+        missing, or a source has changed since."""
+        if not self.record["finished"]:
+            return False
+        for split in SPLITS:
+            open_masks(open_split(self.out, split))
+        for source in filter(os.path.exists, self.record["arguments"]["source"]):
+            if os.path.getmtime(source) > os.path.getmtime(self.out / RECORD):
+                raise SystemExit(
+                    f"{self.out}: prepared from an older {source}; move its files away to begin "
+                    "again, or pass another --out")
+        return True
 
-    def count(self, waiting):
-        return len(waiting) // self.job.item.itemsize
+    def left(self, chunks):
+        """The chunks after those in the shards. SystemExit if the documents have changed."""
+        rows = self.record["rows"]
+        if rows:
+            print(f"{self.out}: going on after {self.record['shards']} shards and {rows:,} rows")
+            self.last = next((chunk for chunk in chunks if chunk.rows >= rows), None)
+            found = self.last and (self.last.rows, self.last.crc)
+            if found != (rows, self.record["crc"]):
+                raise SystemExit(
+                    f"{self.out}: the documents are not those of the shards here; move its files "
+                    "away to begin again, or pass another --out")
+        return chunks
 
     def add(self, chunk, parts):
-        """Take what tokenize() yields, and write the shards that are full."""
-        progress = self.progress
-        both = list(zip(self.waiting.values(), parts))
-        full = self.shard_tokens * self.job.item.itemsize  # bytes
-        is_full = any(len(waiting) + len(part) >= full for waiting, part in both)
-        if is_full and not self.has_shards():
-            self.save()  # a start after a kill must know whose the first shard is
-        for waiting, part in both:
+        """Take what tokenize() yields, and write a shard if it is full."""
+        for waiting, part in zip(self.waiting.values(), parts):
             waiting.extend(part)
-            if self.job.has_mask:
-                progress.learned += int(np.frombuffer(part, self.job.item)["learned"].sum())
-        progress.documents += chunk.rows - chunk.empty
-        progress.empty += chunk.empty
-        progress.place = chunk.place
-        progress.checksum = chunk.crc
-        if is_full:
+        self.last = chunk
+        if any(len(waiting) >= self.full for waiting in self.waiting.values()):
+            self.write({})
+
+    def finish(self, files):
+        """Write what still waits, and files, {name: parts}."""
+        self.write(files, is_last=True)
+        shards = self.record["shards"]
+        for split, count in self.record["tokens"].items():
+            if shards:
+                print(f"{self.out}: {count:,} tokens of {split} in {shards} shards")
+            else:
+                print(f"{self.out}/{split}.bin: {count:,} tokens")
+        if self.last.empty:
+            print(f"{self.out}: rows or files without text, left out: {self.last.empty:,}")
+
+    def write(self, files, is_last=False):
+        """Write what waits as a shard, or as train.bin and val.bin if it is all there is."""
+        record = self.record
+        if not record["shards"]:
             self.hold_out()
-            for split, waiting in self.waiting.items():
-                while len(waiting) >= full:
-                    self.write_shard(split, self.shard_tokens)
-            self.save()
+        if not record["rows"]:
+            # A start after a kill must know whose the first files are.
+            write_files(self.out, {RECORD: [json.dumps(record).encode()]})
+        is_all = is_last and not record["shards"]
+        if not is_all and any(self.waiting.values()):
+            record["shards"] += 1
+        name = Path(record["arguments"]["name"]).name
+        for split, waiting in self.waiting.items():
+            file = f"{split}.bin" if is_all else shard_name(name, split, record["shards"])
+            if waiting:
+                files |= self.contents(file, split, with_header=not is_all)
+        record |= dict(rows=self.last.rows, crc=self.last.crc, finished=is_last)
+        write_files(self.out, {**files, RECORD: [json.dumps(record).encode()]})
+        self.waiting = {split: bytearray() for split in SPLITS}
+
+    def contents(self, file, split, with_header):
+        """{name: parts} of the split's tokens that wait, and of what lies beside them."""
+        job = self.job
+        arrays = job.files(np.frombuffer(self.waiting[split], job.item))
+        self.record["files"] = list(arrays)
+        self.record["tokens"][split] += len(arrays[".bin"])
+        files = {}
+        for extension, array in arrays.items():
+            parts = [np.ascontiguousarray(array)]
+            # nanoGPT's files are uint16 and have no header.
+            if extension == ".bin" and (with_header or job.dtype != np.uint16):
+                parts.insert(0, header(job.dtype, len(array)))
+            files[Path(file).with_suffix(extension).name] = parts
+        return files
 
     def hold_out(self):
         """If a split has few tokens before the first shard, give val the end of all."""
         train, val = self.waiting.values()
-        if self.has_shards() or min(self.count(train), self.count(val)) >= MANY:
-            return
-        # First all to train. What the hash held out comes last, and so stays held out.
-        train.extend(val)
-        count = self.count(train)
-        window = self.job.window
-        if count < 2 * window:
-            raise SystemExit(
-                f"{self.out}: {count} tokens leave a split empty; pass more text")
-        # Then the end of them to val.
-        first = round((1 - self.end_fraction) * count)
-        first -= first % window
-        first = min(max(first, window), count - window)
-        first *= self.job.item.itemsize
-        val[:] = train[first:]
-        del train[first:]
-        percent = 100 * self.end_fraction
-        print(f"{self.out}: few documents, so val has the last {percent:g}% of the text")
-
-    def write_shard(self, split, count):
-        """Write the first `count` tokens that wait."""
-        waiting = self.waiting[split]
-        shards = self.progress.shards
-        name = Path(self.progress.arguments["name"]).name
-        file = shard_name(name, split, shards[split] + 1)
-        write_files(self.out, self.contents(file, waiting, count, with_header=True))
-        del waiting[:count * self.job.item.itemsize]
-        shards[split] += 1
-
-    def contents(self, file, waiting, count, with_header):
-        """{file: parts}, and its mask if it has one, of the first `count` tokens that wait."""
-        items = np.frombuffer(waiting, self.job.item, count)
-        if self.job.window > 1:
-            # A token more, since the last window's last target follows it. It is not learned.
-            items = np.append(items, np.zeros(1, self.job.item))
-        tokens = items["token"] if self.job.has_mask else items
-        files = {file: [np.ascontiguousarray(tokens)]}
-        if with_header:
-            files[file].insert(0, header(self.job.dtype, len(tokens)))
-        if self.job.has_mask:
-            files[Path(file).with_suffix(".mask").name] = [np.ascontiguousarray(items["learned"])]
-        return files
-
-    def finish(self, files):
-        """Write what still waits, and files, {name: parts}."""
-        self.hold_out()
-        self.save()  # after a kill among these files the next start writes them again
-        progress = self.progress
-        counts = {}
-        for split, waiting in self.waiting.items():
-            count = self.count(waiting)
-            if self.has_shards():
-                all_of_split = progress.shards[split] * self.shard_tokens + count
-                if count:
-                    self.write_shard(split, count)
-                count = all_of_split
-                print(f"{self.out}: {count:,} tokens in {progress.shards[split]} shards of {split}")
-            else:
-                # nanoGPT's files are uint16 and have no header.
-                with_header = self.job.dtype != np.uint16
-                files |= self.contents(f"{split}.bin", waiting, count, with_header)
-                print(f"{self.out}/{split}.bin: {count:,} tokens")
-            if self.job.window > 1:
-                count += max(1, progress.shards[split])  # a token more in each file
-            counts[split] = count
-        if progress.empty:
-            of = "an answer" if "chat" in progress.arguments else "text"
-            print(f"{self.out}: rows or files without {of}, left out: {progress.empty:,}")
-        if self.job.has_mask:
-            share = progress.learned / sum(counts.values())
-            print(f"{self.out}: {share:.1%} of the tokens are learned")
-        record = dict(
-            arguments=progress.arguments, documents=progress.documents, tokens=counts)
-        files[RECORD] = [json.dumps(record).encode()]
-        write_files(self.out, files)
-        os.remove(self.out / STATE)
-
-
-def is_prepared(out, arguments):
-    """True if an earlier start with these arguments has finished, and all files are there.
-    SystemExit if it has finished and one is missing."""
-    record = read_record(out)
-    if (out / STATE).exists() or record.get("arguments") != arguments:
-        return False
-    for source in filter(os.path.exists, arguments["source"]):
-        if os.path.getmtime(source) > os.path.getmtime(out / RECORD):
-            return False
-    for split in SPLITS:
-        open_masks(open_split(out, split))
-    return True
+        size = self.job.item.itemsize
+        if self.end_fraction and min(len(train), len(val)) < MANY * size:
+            # First all to train. What the hash held out comes last, and so stays held out.
+            train.extend(val)
+            count = len(train) // size
+            window = self.job.window
+            first = round((1 - self.end_fraction) * count)
+            first -= first % window
+            first = min(max(first, window), count - window)
+            # Then the end of them to val.
+            val[:] = train[first * size:]
+            del train[first * size:]
+            percent = 100 * self.end_fraction
+            print(f"{self.out}: few documents, so val has the last {percent:g}% of the text")
+        if not train or not val:
+            count = len(train + val) // size
+            raise SystemExit(f"{self.out}: {count} tokens leave a split empty; pass more text")
 
 
 def write_small(out, train, val, **meta):
@@ -429,7 +353,7 @@ def require_no_other_data(out, contents):
     others = []
     for file in sorted(os.listdir(out)):
         tokens = file.replace(".mask", ".bin")
-        is_data = file in (RECORD, STATE)
+        is_data = file == RECORD
         is_data |= any(file_pattern(split).fullmatch(tokens) for split in SPLITS)
         if file in contents:
             is_data = contents[file] != (out / file).read_bytes()
@@ -452,110 +376,109 @@ def parser_of(doc):
     return parser
 
 
-def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, **defaults):
-    """The command. Each data/<name>/prepare.py calls it with its name, source, defaults."""
+def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job, options=None,
+         **defaults):
+    """The command; returns the directory. Each data/<name>/prepare.py calls it with its name,
+    source, defaults. job_of: makes a Job of (args, encoder); options: {more flags: what
+    add_argument takes}."""
     parser = parser_of(doc)
-    option = parser.add_argument
     if name is None:
-        option("name", help="files go to data/<name>/")
+        parser.add_argument("name", help="files go to data/<name>/")
     many = "*" if source else "+"
-    option("source", nargs=many, default=[source], help="files, or hub data sets")
-    option("--subset", help="configuration of a hub data set")
-    option("--split", default="train", help="split of a hub data set (default: train)")
-    option("--column", default="text", help="column that holds the text (default: text)")
-    option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
-    option("--chat", action="store_true",
-           help="rows are chats, messages or conversations: learn what the assistant says")
-    option("--learn", metavar="A,B", help="columns of --template: learn only their text")
-    option("--window", metavar="N", type=int, default=1,
-           help="start each document at a multiple of N tokens, for block_size=N")
-    option("--tokenizer", metavar="T", default="gpt2",
-           help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
-    option("--val_fraction", metavar="F", type=float,
-           help=f"share of the documents that go into val (default: {hash_fraction}), or of the "
-                "tokens if val gets the end of them (default: 0.1)")
-    option("--limit", metavar="N", type=int, default=sys.maxsize,
-           help="only the first N documents")
-    option("--shard_tokens", metavar="N", type=int, default=100_000_000,
-           help="tokens per shard (default: 100 million)")
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # Slurm or taskset may leave fewer
-        cores = len(os.sched_getaffinity(0))
-    option("--workers", metavar="N", type=int, default=cores,
-           help=f"processes (default: one per core, here {cores})")
+    parser.add_argument("source", nargs=many, default=[source], help="files, or hub data sets")
+    for flag, how in {**options_of(hash_fraction), **(options or {})}.items():
+        parser.add_argument(flag, **how)
     parser.set_defaults(**defaults)
     args = parser.parse_intermixed_args()
     args.name = name or args.name
     args.hash_fraction = args.val_fraction or hash_fraction
 
     require_numbers(args)
-    require_learned_columns(args)
-    args.shard_tokens -= args.shard_tokens % args.window  # whole windows
+    require_val_split(args)
     own = encoder(args.tokenizer)  # here first: a mistake is then one line, not one per worker
-    if args.chat:
-        extra("chat", wanted_by="--chat").chat_template(own)
+    job = job_of(args, own)
     out = Path(args.out or HERE / args.name)
     with output_directory(out):
-        prepare(args, own, out)
+        prepare(args, job, own, out)
+    return out
+
+
+def options_of(hash_fraction):
+    """{flag: what add_argument takes}."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # Slurm or taskset may leave fewer
+        cores = len(os.sched_getaffinity(0))
+    return {
+        "--subset": dict(help="configuration of a hub data set"),
+        "--split": dict(default="train", help="split of a hub data set (default: train)"),
+        "--val_split": dict(metavar="S", help="split of a hub data set that becomes val, whole"),
+        "--column": dict(default="text", help="column that holds the text (default: text)"),
+        "--template": dict(
+            help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'"),
+        "--tokenizer": dict(
+            metavar="T", default="gpt2",
+            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name"),
+        "--val_fraction": dict(
+            metavar="F", type=float,
+            help=f"share of the documents that go into val (default: {hash_fraction}), or of the "
+                 "tokens if val gets the end of them (default: 0.1)"),
+        "--limit": dict(
+            metavar="N", type=int, default=sys.maxsize, help="only the first N documents"),
+        "--shard_tokens": dict(
+            metavar="N", type=int, default=100_000_000,
+            help="tokens after which a shard ends, with its last chunk (default: 100 million)"),
+        "--workers": dict(
+            metavar="N", type=int, default=cores,
+            help=f"processes (default: one per core, here {cores})"),
+    }
 
 
 def require_numbers(args):
     """SystemExit if a number is out of its range."""
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise SystemExit(f"--val_fraction={args.val_fraction} must be above 0 and below 1")
-    for key in ("limit", "shard_tokens", "window", "workers"):
+    for key in ("limit", "shard_tokens", "workers"):
         if getattr(args, key) < 1:
             raise SystemExit(f"--{key}={getattr(args, key)} must be at least 1")
-    if not args.window <= args.shard_tokens < 2**31:
-        raise SystemExit(
-            f"--shard_tokens={args.shard_tokens} must be at least --window={args.window}, and "
-            "below 2**31, the limit of a file's header")
+    if args.shard_tokens > LARGEST:
+        raise SystemExit(f"--shard_tokens={args.shard_tokens} must be at most 2**30, {LARGEST}")
 
 
-def require_learned_columns(args):
-    """SystemExit if --chat or --learn does not fit the other options."""
-    if args.chat and (args.template or args.learn):
-        raise SystemExit("--chat: the chat template says what is text; leave out --template "
-                         "and --learn")
-    if not args.learn:
+def require_val_split(args):
+    """SystemExit if --val_split does not fit the other options."""
+    if not args.val_split:
         return
-    columns = re.findall(r"{([^{}]+)}", args.template or "")
-    for column in args.learn.split(","):
-        if column not in columns:
-            raise SystemExit(
-                f"--learn={args.learn}: the template has no {{{column}}}; pass --template with "
-                f"it, such as --template='{{question}} {{{column}}}'")
+    flag = f"--val_split={args.val_split}"
+    if args.val_fraction is not None:
+        raise SystemExit(f"{flag} --val_fraction={args.val_fraction}: pass one of them")
+    for source in filter(os.path.exists, args.source):
+        raise SystemExit(f"{flag}: {source} is a file, without splits; pass --val_split= for it")
 
 
-def prepare(args, own, out):
+def prepare(args, job, own, out):
     """Tokenize the documents of args, or those that an earlier start has left. own: the
     Encoder of args.tokenizer."""
-    arguments = comparable(args)
-    if is_prepared(out, arguments):
+    end_fraction = 0 if args.val_split else args.val_fraction or 0.1
+    shards = Shards(out, comparable(args), job, end_fraction)
+    if shards.is_finished():
         print(f"{out}: prepared already with these arguments")
         return
-    job = Job(
-        args.tokenizer,
-        np.dtype(np.uint32 if own.vocab_size > 65535 else np.uint16),
-        args.hash_fraction,
-        has_mask=bool(args.chat or args.learn or args.window > 1),
-        window=args.window,
-    )
-    tokens = Tokens(out, arguments, job, end_fraction=args.val_fraction or 0.1)
-    docs = up_to(documents_left(args, tokens), args.limit - tokens.progress.documents)
+    train = documents(args, args.split, job.document, args.limit)
+    parts = [(args.hash_fraction, train)]
+    if args.val_split:  # it comes first, so that the first shard has it
+        parts = [(1, documents(args, args.val_split, job.document)), (0, train)]
+    left = shards.left(chunks(parts, job.key))
     from tqdm import tqdm
     with tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
-        for chunk, parts in tokenize(docs, args.workers, job):
-            tokens.add(chunk, parts)
-            bar.update(sum(map(tokens.count, parts)))
+        for chunk, tokens in tokenize(left, args.workers, job):
+            shards.add(chunk, tokens)
+            bar.update(sum(map(len, tokens)) // job.item.itemsize)
 
     # A tokenizer's files come along, so that the directory is whole wherever it goes.
     files = {name: [path.read_bytes()] for name, path in own.files.items()}
-    meta = {"vocab_size": own.vocab_size, "tokenizer": own.name}
-    if args.window > 1:
-        meta["window"] = args.window
+    meta = {"vocab_size": own.vocab_size, "tokenizer": own.name, **job.meta}
     files["meta.json"] = [json.dumps(meta).encode()]
-    tokens.finish(files)
+    shards.finish(files)
 
 
 def comparable(args):
@@ -566,26 +489,7 @@ def comparable(args):
         arguments["source"].append(os.path.abspath(source) if is_local else source)
     for key in ("out", "workers"):  # these may change
         del arguments[key]
-    # Data sets prepared before these options existed are still recognized.
-    for key, default in dict(chat=False, learn=None, window=1).items():
-        if arguments[key] == default:
-            del arguments[key]
     return arguments
-
-
-def documents_left(args, tokens):
-    """The documents after those in tokens. SystemExit if the files have changed since."""
-    source, row = tokens.progress.place
-    if row == 0:
-        return documents(args)
-    # Read the last row again, to see that it is what it was.
-    docs = documents(args, (source, row - 1))
-    place, document = next(docs, ((), None))
-    if place != (source, row) or text_crc(document) != tokens.progress.checksum:
-        raise SystemExit(
-            f"{args.source[source]}: not what it was when {tokens.out} was begun; move the "
-            "files there away to begin again, or pass another --out")
-    return docs
 
 
 if __name__ == "__main__":

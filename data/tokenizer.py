@@ -9,7 +9,7 @@ Hugging Face's format, which prepare.py copies beside the tokens.
 """
 
 import os
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,9 +84,6 @@ def decode_bytes(tokens):
 
 class Encoder(NamedTuple):
     encode: Any  # function: str -> ids; begins a text as its model does, Llama with <s>
-    # function: (str, add_special_tokens) -> (ids, [(start, end)]): the characters of the text
-    # that each token stands for
-    spans: Any
     end: int  # the id that ends a document
     vocab_size: int
     name: str  # in meta.json
@@ -97,40 +94,15 @@ class Encoder(NamedTuple):
 def encoder(name):
     """The Encoder gpt2 or bytes, or that of a tokenizer.json, a directory or a hub name."""
     if name == "bytes":
-        return Encoder(encode_bytes, spans_of_bytes, 256, 257, name)
+        return Encoder(encode_bytes, 256, 257, name)
     if name == "gpt2":
         bpe = gpt2_bpe()
-        spans = partial(spans_of_gpt2, bpe)
-        return Encoder(bpe.encode_ordinary, spans, bpe.eot_token, 50304, name)
+        return Encoder(bpe.encode_ordinary, bpe.eot_token, 50304, name)
     return extra("hf_tokenizer", wanted_by=f"tokenizer={name}").encoder_of(name)
 
 
 def encode_bytes(text):
     return np.frombuffer(text.encode(), np.uint8)
-
-
-def spans_of_bytes(text, add_special_tokens=True):  # there are none to add
-    ids = encode_bytes(text)
-    return ids, spans_of_pieces(text, [1] * len(ids))
-
-
-def spans_of_gpt2(bpe, text, add_special_tokens=True):  # there are none to add
-    ids = bpe.encode_ordinary(text)
-    return ids, spans_of_pieces(text, map(len, bpe.decode_tokens_bytes(ids)))
-
-
-def spans_of_pieces(text, sizes):
-    """[(start, end)]: the characters that each piece has a byte of. sizes: of the pieces, in
-    bytes; one may be part of a character."""
-    character = []  # of each byte
-    for i, one in enumerate(text):
-        character += [i] * len(one.encode())
-    spans = []
-    at = 0
-    for size in sizes:
-        spans.append((character[at], character[at + size - 1] + 1))
-        at += size
-    return spans
 
 
 def gpt2_bpe():

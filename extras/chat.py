@@ -1,8 +1,8 @@
 """
-Chats as documents: their text, and which part of it the assistant says.
+Chats as documents: their text, and which part of it the assistant says. For masks.py.
 
     chat = chat_of("messages", row, where)    # of a row's messages
-    chat.documents(encoder)                   # its text, as the chat template writes it
+    chat.parts(encoder)                       # its text, as the chat template writes it
 
 The tokenizer's own chat template writes the text, by the transformers library, which defines
 what such a template may do. To find what the assistant says, each of its turns is written
@@ -19,12 +19,31 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from data.documents import Document
+from data.documents import encodable
 from data.tokenizer import TOKENIZER
 
 ROLES = {"human": "user", "gpt": "assistant"}  # {ShareGPT's name: that of the templates}
 
 
+
+@dataclass
+class Document:
+    text: str
+    # [(start, end)]: the characters that the model learns to predict; None for all of them.
+    spans: list | None = None
+    # True if a chat template wrote the text: it has its special tokens, and none are added.
+    has_special_tokens: bool = False
+
+    @property
+    def key(self):
+        """A string that identifies the document: its hash puts it into train or val."""
+        if self.spans is None:
+            return self.text
+        return json.dumps((self.text, self.spans), ensure_ascii=False)
+
+    def parts(self, encoder):
+        """Itself, alone; a chat may have several."""
+        return [self]
 
 
 @dataclass
@@ -38,7 +57,7 @@ class Chat:
         """A string that identifies the chat, like Document.key."""
         return json.dumps(self.messages, ensure_ascii=False)
 
-    def documents(self, encoder):
+    def parts(self, encoder):
         """[Document]: the whole conversation, or each of its turns if the template writes
         earlier ones differently."""
         return turns(self.messages, chat_template(encoder))
@@ -75,7 +94,8 @@ def message(one, where):
             content = one.get("value")
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
-        texts = isinstance(role, str) and isinstance(content, (str, type(None)))
+        # A number is a string too, as the file writes it, but of another type.
+        texts = type(role) is str and type(content) in (str, type(None))
         if not texts or one.get("tool_calls"):
             raise TypeError
     except (AttributeError, KeyError, TypeError):
@@ -83,8 +103,8 @@ def message(one, where):
             f"{where}: {str(one)[:80]} is not a message with a role and text; leave out rows "
             "with images, tool calls or messages of another form")
     # Some templates know more, such as reasoning_content.
-    more = {key: value for key, value in one.items() if isinstance(value, str)}
-    return {**more, "role": ROLES.get(role, role), "content": content or ""}
+    more = {key: encodable(value) for key, value in one.items() if type(value) is str}
+    return {**more, "role": ROLES.get(role, role), "content": encodable(content or "")}
 
 
 # ---------- from messages to text ---------------------------------------------
@@ -124,7 +144,7 @@ def open_template(file):
 
 
 def turns(messages, template):
-    """[Document]: see Chat.documents. The spans are what the assistant says."""
+    """[Document]: see Chat.parts. The spans are what the assistant says."""
     found = []
     try:
         whole = template.render(messages)

@@ -9,7 +9,6 @@ prepare.py copies these files beside the tokens, so the directory stays whole wh
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 from data.tokenizer import TOKENIZER, Encoder
@@ -42,18 +41,11 @@ def encoder_of(name):
     beside = [path for path in map(file.with_name, BESIDE) if path.exists()]
     return Encoder(
         lambda text: hf.encode(text).ids,
-        partial(spans, hf),
         hf.token_to_id(known[0]),
         vocab_size,
         name=TOKENIZER,
         files={TOKENIZER: file, **{path.name: path for path in beside}},
     )
-
-
-def spans(hf, text, add_special_tokens=True):
-    """Encoder.spans; special tokens are <s> and the like."""
-    found = hf.encode(text, add_special_tokens=add_special_tokens)
-    return found.ids, found.offsets
 
 
 def open_tokenizer(file):

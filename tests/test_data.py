@@ -6,14 +6,11 @@ Data: the order of windows, formats and vocabularies (loader.py), and any text (
 What all of these commands refuse is in test_mistakes.py.
 """
 
-import ctypes
 import errno
 import glob as glob_module
 import hashlib
 import itertools
 import json
-import math
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -24,7 +21,10 @@ import signal
 import sys
 import time
 import weakref
+from contextlib import ExitStack
 from glob import glob
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -40,13 +40,12 @@ from harness import (
     tiny,
 )
 
-from data import loader
+from data import files, loader
 from data import prepare as prepare_py
-from data.documents import Document
-from data.files import RECORD, STATE, header, shard_name, write_files
+from data.files import RECORD, shard_name, write_files
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
-from data.tokenizer import gpt2_bpe, tokenizer
+from data.tokenizer import encoder, gpt2_bpe, tokenizer
 from ranks import World
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -142,72 +141,12 @@ class Counting(TokenFiles):
         x = torch.as_tensor(windows)[:, None] + torch.arange(self.block_size)
         return x % 67, (x + 1) % 67
 
-    def read_ahead(self, windows):
-        pass
-
 
 def test_data_that_is_no_files_trains_as_readme_says(tmp, monkeypatch, capsys):
     monkeypatch.setattr(loader, "TokenFiles", Counting)
     rows = run_training(tmp, "counting", max_iters=12, learning_rate=1e-2, min_lr=1e-2)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
     assert "toy: 8,000 tokens of train" in capsys.readouterr().out
-
-
-def test_the_next_step_s_windows_are_asked_for_while_this_one_is_read(tmp):
-    """On each rank, in each micro-batch: those that it will then read."""
-    parts = batches_of(tmp, 2, gradient_accumulation_steps=4)
-    read, read_ahead = TokenFiles.batch, TokenFiles.read_ahead
-    asked = {}  # {(rank, micro-batch): windows}
-    for step in range(3):
-        for micro, (rank, part) in itertools.product(range(2), enumerate(parts)):
-            with (patch.object(TokenFiles, "batch", autospec=True, side_effect=read) as now,
-                  patch.object(TokenFiles, "read_ahead", autospec=True,
-                               side_effect=read_ahead) as ahead):
-                part.get(step, micro)
-            windows = now.call_args.args[1].tolist()
-            assert step == 0 or windows == asked[rank, micro]
-            asked[rank, micro] = ahead.call_args.args[1].tolist()
-            assert asked[rank, micro] != windows
-
-
-libc = ctypes.CDLL(None)
-
-
-def in_memory(array, first, count):
-    """Are these elements of a memory map in the system's memory, all of them? It reads none."""
-    page = mmap.PAGESIZE
-    start = array[first:].ctypes.data // page * page
-    length = array[first + count - 1:].ctypes.data + array.itemsize - start
-    pages = (ctypes.c_ubyte * math.ceil(length / page))()
-    assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), pages) == 0
-    return all(n & 1 for n in pages)
-
-
-def test_windows_that_are_asked_for_come_without_being_read(tmp_path):
-    """From either shard, behind its header; the mask's bytes too."""
-    T, n = 5000, 1 << 22
-    for i in (1, 2):  # of zeros, which take no room on the disk
-        with open(tmp_path / f"x_train_{i}.bin", "wb") as f:
-            f.write(header(np.dtype(np.uint16), n))
-            f.truncate(1024 + 2 * n)
-        with open(tmp_path / f"x_train_{i}.mask", "wb") as f:
-            f.truncate(n)
-    files = TokenFiles(tmp_path, "train", T, 9)
-    maps = [*files.files, *files.masks]
-    for array in maps:
-        array.base.madvise(mmap.MADV_DONTNEED)  # what has been read so far
-        with open(array.filename, "rb") as f:
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    last = len(files) // 2 - 1  # of a shard
-    wanted = [(array, window * T) for array in maps for window in (0, last)]
-    if any(in_memory(array, start, T + 1) for array, start in wanted):
-        pytest.skip("this file system keeps everything in memory")
-    files.read_ahead([0, last, last + 1, 2 * last + 1])
-    end = time.time() + 20
-    while not all(in_memory(array, start, T + 1) for array, start in wanted):
-        assert time.time() < end, "it never came"
-        time.sleep(0.01)
-    assert not in_memory(maps[0], n // 2, T)  # and nothing else
 
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
@@ -291,7 +230,7 @@ def test_shards_are_those_of_one_whole_data_set(tmp_path):
         assert other in line and "my_train_2_train_001.bin" in line
         assert first_tokens("val") == [0]
         os.remove(tmp_path / other)
-    (tmp_path / STATE).touch()
+    (tmp_path / RECORD).write_text('{"finished": false}')
     assert "start it again" in refused(first_tokens)
 
 
@@ -389,6 +328,10 @@ def documents(n=300):
     return [f"document {i}: " + " ".join(rng.choice(words) for _ in range(40)) for i in range(n)]
 
 
+ARGS = SimpleNamespace(tokenizer="bytes", template=None, column="text")
+JOB = prepare_py.Job(ARGS, encoder("bytes"))
+
+
 def prepare(sources, out, command=("data/prepare.py", "x"), tokenizer="bytes", **options):
     return script(*command, *sources, *flags(out=out, tokenizer=tokenizer, **options), **OFFLINE)
 
@@ -435,12 +378,11 @@ def test_prepare_splits_by_text_in_any_format_order_and_number_of_workers(tmp_pa
 
 def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
     """By SHA-256, not by Python's hash, which each process seeds anew."""
-    job = prepare_py.Job("bytes", np.dtype(np.uint16), 0.3)
-    _, val = prepare_py.encode([Document(f"document {i}") for i in range(20)], job)
+    docs = [f"document {i}" for i in range(20)]
+    chunk, = prepare_py.chunks([(0.3, docs)], JOB.key)
+    _, val = prepare_py.encode(chunk, JOB)
     numbers = [int(text.split()[1]) for text in split_documents(np.frombuffer(val, np.uint16))]
     assert numbers == [5, 6, 9, 11, 12, 14]
-    # What is hashed of a text with spans: another string would put it into another split.
-    assert Document("\u00e9t\u00e9", [(0, 1)]).key == '["\u00e9t\u00e9", [[0, 1]]]'
 
 
 @pytest.mark.parametrize("n, options", [
@@ -526,6 +468,10 @@ def test_prepare_with_gpt2s_tokenizer(tmp_path, monkeypatch):
         assert "301,966" in p.stdout and "36,059" in p.stdout  # nanoGPT's numbers
 
 
+def files_left(out):
+    return os.listdir(out) if out.exists() else []
+
+
 @pytest.mark.parametrize("path", ["data/python_stdlib/prepare.py", "data/prepare.py"])
 def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path, path):
     (tmp_path / "a.txt").write_text("abc " * 20_000)
@@ -538,7 +484,8 @@ def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path, path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert p.returncode == 1 and f"cannot write {out}: " in p.stderr and "--out" in p.stderr
-    assert p.stderr.count("\n") == 1 and not out.exists()  # nothing is left behind
+    assert p.stderr.count("\n") == 1
+    assert files_left(out) == ([] if "stdlib" in path else [RECORD])  # which says whose it is
     assert script(path, *argv, f"--out={out}").returncode == 0
     files = {name for name in os.listdir(out) if name != RECORD}
     assert files == {"meta.json", "train.bin", "val.bin"}
@@ -547,18 +494,18 @@ def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path, path):
 def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
     """Short documents go to a worker together, and long ones do not pile up in memory."""
     for lengths, expected in (([3 << 20, 9, 8], [1, 2]), ([1 << 18] * 9, [4, 4, 1])):
-        docs = [(number, Document("x" * n)) for number, n in enumerate(lengths, 1)]
-        found = [(len(texts), last) for texts, last in prepare_py.chunks(docs)]
+        docs = ["x" * n for n in lengths]
+        found = [(len(chunk.documents), chunk.rows)
+                 for chunk in prepare_py.chunks([(0.5, docs)], JOB.key) if chunk.documents]
         assert found == list(zip(expected, itertools.accumulate(expected)))
     read = []
-    docs = (read.append(letter) or (letter, Document(letter * (1 << 20))) for letter in "abcdefgh")
+    docs = (read.append(letter) or letter * (1 << 20) for letter in "abcdefgh")
     found = []
-    job = prepare_py.Job("bytes", np.dtype(np.uint16), 0.5)
-    for chunk, parts in prepare_py.tokenize(docs, 1, job):
+    for chunk, parts in prepare_py.tokenize(prepare_py.chunks([(0.5, docs)], JOB.key), 1, JOB):
         tokens = [np.frombuffer(part, np.uint16) for part in parts]
-        found.append((chunk.rows, chunk.place, split_documents(np.concatenate(tokens))))
-        assert len(read) < len(found) + 5  # for one worker 4 wait
-    assert found == [(1, letter, [letter.encode() * (1 << 20)]) for letter in "abcdefgh"]
+        found += [doc[:1].decode() for doc in split_documents(np.concatenate(tokens))]
+        assert len(read) < chunk.rows + 5  # for one worker 4 wait
+    assert found == list("abcdefgh")
 
 
 def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path, monkeypatch):
@@ -585,50 +532,65 @@ def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path, m
         assert p.stderr.count("\n") == 1 and files_of(out) == before
 
 
-def test_a_copy_that_lacks_a_shard_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("some text " * 20)
-    assert prepare([tmp_path / "a.txt"], tmp_path / "o", shard_tokens=50).returncode == 0
+def test_a_copy_that_lacks_a_shard_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_py, "CHUNK", 50)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "some text " * 5}] * 4)
+    argv = ["x", path, "--tokenizer=bytes", "--shard_tokens=50", f"--out={tmp_path}/o"]
+    run_prepare(argv)
     assert len(TokenFiles(tmp_path / "o", "train", 10, 257).files) == 4
     os.remove(tmp_path / "o/x_train_000002.bin")
     line = refused(TokenFiles, tmp_path / "o", "train", 10, 257)
-    assert "131 of 181 tokens" in line and RECORD in line
-    assert len(TokenFiles(tmp_path / "o", "val", 10, 257).files) == 1
+    assert "148 of 199 tokens" in line and RECORD in line
+    assert len(TokenFiles(tmp_path / "o", "val", 1, 257).files) == 1
+    assert "148 of 199 tokens" in refused(run_prepare, argv)
 
 
 def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("dtype", [np.dtype(np.uint16), np.dtype(np.uint32)])
-def test_prepare_writes_shards_as_llmc_does(tmp_path, monkeypatch, dtype):
-    """A shard holds exactly so many tokens; none is empty; another read of the header."""
+@pytest.mark.parametrize("size", [2, 4])
+def test_prepare_writes_shards_as_llmc_does(tmp_path, monkeypatch, size):
+    """A shard ends with the chunk with which train or val is full; none is empty; another read
+    of the header."""
     monkeypatch.setattr(prepare_py, "MANY", 1)
-    arguments = dict(name="some/x", shard_tokens=4)
-    tokens = prepare_py.Tokens(tmp_path, arguments, prepare_py.Job("x", dtype, 0.1), 0.1)
-    for first, count in ((0, 1), (1, 2), (3, 6), (9, 3)):  # 3 shards
-        parts = [np.arange(100, 100 + count), np.arange(first, first + count)]
-        chunk = prepare_py.Chunk(rows=count, empty=0, place=(0, first), crc=0)
-        tokens.add(chunk, [part.astype(dtype).tobytes() for part in parts])
-        assert len(list(tmp_path.glob("*_val_*"))) == (first + count) // 4  # as soon as it is full
-    tokens.finish({})
-    magic = {2: (20240520, 1), 4: (20240801, 7)}[dtype.itemsize]
-    for number in (1, 2, 3):
-        raw = (tmp_path / f"x_val_{number:06d}.bin").read_bytes()
-        assert np.frombuffer(raw[:1024], np.int32).tolist() == [*magic, 4] + 253 * [0]
-        assert np.frombuffer(raw[1024:], dtype).tolist() == [*range(4 * number - 4, 4 * number)]
-    assert len(files_of(tmp_path)) == 7  # with train's and prepare.json
+    job = prepare_py.Job(ARGS, encoder("bytes")._replace(vocab_size=30_000 * size))
+    arguments = dict(name="some/x", shard_tokens=4, source=[])
+    shards = prepare_py.Shards(tmp_path, arguments, job, 0.1)
+    first = 0
+    for counts in ((1, 1), (1, 2), (1, 6), (5, 0), (0, 1), (1, 1)):  # of train, of val
+        parts = [np.arange(first, first + count, dtype=job.dtype).tobytes() for count in counts]
+        first += 10
+        shards.add(prepare_py.Chunk([], 0.5, rows=first, empty=0, crc=first), parts)
+    shards.finish({})
+    magic = {2: (20240520, 1), 4: (20240801, 7)}[size]
+    expected = {"x_train_000001": [0, 10, 20], "x_val_000001": [0, 10, 11, *range(20, 26)],
+                "x_train_000002": [*range(30, 35)],
+                "x_train_000003": [50], "x_val_000003": [40, 50]}
+    for name, tokens in expected.items():
+        raw = (tmp_path / f"{name}.bin").read_bytes()
+        assert np.frombuffer(raw[:1024], np.int32).tolist() == [*magic, len(tokens)] + 253 * [0]
+        assert np.frombuffer(raw[1024:], job.dtype).tolist() == tokens
+    assert {*files_of(tmp_path)} == {RECORD, *(f"{name}.bin" for name in expected)}
+    assert json.loads((tmp_path / RECORD).read_text()) == dict(
+        arguments=arguments, finished=True, rows=60, crc=60, shards=3, files=[".bin"],
+        tokens=dict(train=9, val=11))
+    files = TokenFiles(tmp_path, "val", 1, 60)  # x_val_000002 is not missed
+    assert [len(tokens) for tokens in files.files] == [9, 2]
 
 
 def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path):
     """Where documents are long no hash gives val enough of them, however many come."""
     docs = [letter * (1 << 20) for letter in "abc"]
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in docs])
-    p = prepare([path], tmp_path / "o", shard_tokens=900_000)
+    p = prepare([path], tmp_path / "o", shard_tokens=2_000_000)
     assert p.returncode == 0, p.stderr
-    train, val = (np.concatenate(TokenFiles(tmp_path / "o", split, 16, 257).files)
-                  for split in ("train", "val"))
-    assert len(val) == round(0.1 * (2**20 + 1)) and set(val[:-1]) == {97} and val[-1] == 256
-    assert [len(doc) for doc in split_documents(train)] == [2 * 2**20 - len(val) + 1, 2**20]
+    train, val = (TokenFiles(tmp_path / "o", split, 16, 257).files for split in ("train", "val"))
+    assert len(train) == 2 and len(val) == 1
+    tokens = 2 * (2**20 + 1)
+    assert len(val[0]) == round(0.1 * tokens) and set(val[0][:-1]) == {98} and val[0][-1] == 256
+    docs = split_documents(np.concatenate([train[0], val[0], train[1]]))
+    assert [(doc[:1], len(doc)) for doc in docs] == [(b, 2**20) for b in (b"a", b"b", b"c")]
 
 
 def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_too(tmp_path):
@@ -669,20 +631,43 @@ def test_files_stay_what_they_were_when_a_write_fails(tmp_path, monkeypatch, cal
     assert e.value is full and files_of(tmp_path) == before
 
 
-def run_prepare(argv, renames=0, pids=None):
-    """prepare.py; killed when it has renamed so many files. pids gets its workers' ids."""
-    replace = os.replace
-    left = itertools.count(renames, -1)
+# What write_files does to the disk: before each of these calls, and after it, a kill may come.
+CALLS = ((files, "open"), (os, "fsync"), (os, "replace"), (Path, "unlink"))
 
-    def then_killed(*args):
-        replace(*args)
-        if next(left) == 1:
-            pids.write_text(" ".join(map(str, children(os.getpid()))))
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    argv = ["prepare.py", *map(str, argv)]
-    with patch.object(sys, "argv", argv), patch.object(os, "replace", then_killed):
-        prepare_py.main()
+def run_prepare(argv, main=prepare_py.main, kill_at=0, pids=None):
+    """prepare.py; killed at its kill_at-th call of those that write. pids gets its workers' ids."""
+    left = itertools.count(kill_at, -1)
+
+    def counted(call):
+        def then_killed(*args, **kwargs):
+            if next(left) == 1:
+                pids.write_text(" ".join(map(str, children(os.getpid()))))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+        return then_killed
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "argv", ["prepare.py", *map(str, argv)]))
+        for place, name in CALLS:
+            call = getattr(place, name, open)
+            stack.enter_context(patch.object(place, name, counted(call), create=True))
+        main()
+
+
+def starts_until_done(argv, pids, capfd, check=lambda: None, **options):
+    """Start it again and again, killed a call later each time; (how many kills, what it said)."""
+    said = ""
+    for kill_at in itertools.count(1):
+        told = dict(argv=argv, kill_at=kill_at, pids=pids, **options)
+        p = multiprocessing.get_context("fork").Process(target=run_prepare, kwargs=told)
+        p.start()
+        p.join(60)
+        said += capfd.readouterr().out
+        if p.exitcode == 0:
+            return kill_at - 1, said
+        assert p.exitcode == -signal.SIGKILL
+        check()
 
 
 def is_running(pid):
@@ -691,6 +676,48 @@ def is_running(pid):
             return " Z " not in f.read()
     except OSError:
         return False
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A data set of the hub: train has 300 documents, validation 40, and test none."""
+    splits = dict(train=documents(300), validation=documents(40), test=[""])
+    fake = ModuleType("datasets")
+    fake.logging = SimpleNamespace(set_verbosity=print, CRITICAL=50)
+    fake.load_dataset = lambda path, split, **_: [{"text": text} for text in splits[split]]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    return {split: [text.encode() for text in texts] for split, texts in splits.items()}
+
+
+@pytest.mark.parametrize("shard_tokens", [10**6, 20_000])
+def test_prepare_takes_a_split_of_the_hub_for_val(tmp_path, monkeypatch, hub, shard_tokens):
+    """All of it, however few tokens it has; and of the other split no document."""
+    monkeypatch.setattr(prepare_py, "CHUNK", 5000)
+    argv = ["x", "owner/name", "--val_split=validation", "--tokenizer=bytes", "--workers=1",
+            f"--shard_tokens={shard_tokens}"]
+
+    def both(out):
+        return [split_documents(np.concatenate(TokenFiles(out, split, 16, 257).files))
+                for split in ("train", "val")]
+
+    run_prepare([*argv, f"--out={tmp_path}/o"])
+    assert both(tmp_path / "o") == [hub["train"], hub["validation"]]
+    assert (tmp_path / "o/train.bin").exists() == (shard_tokens == 10**6)
+    run_prepare([*argv, f"--out={tmp_path}/p", "--limit=30"])
+    assert both(tmp_path / "p") == [hub["train"][:30], hub["validation"]]
+    line = refused(run_prepare, [*argv, "--val_split=test", f"--out={tmp_path}/q"])
+    assert "leave a split empty" in line and not (tmp_path / "q").exists()
+
+
+def test_wikitext103_takes_the_published_validation_split(tmp_path, monkeypatch, hub):
+    p = script("data/wikitext103/prepare.py", "--tokenizer=bytes", f"--out={tmp_path}/o")
+    assert p.returncode == 0, p.stderr
+    assert split_documents(tokens_of(tmp_path / "o/val.bin")) == hub["validation"]
+    asked = json.loads((tmp_path / "o" / RECORD).read_text())["arguments"]
+    assert asked["val_split"] == "validation" and asked["subset"] == "wikitext-103-raw-v1"
+    (tmp_path / "a.txt").write_text("x")
+    p = script("data/wikitext103/prepare.py", tmp_path / "a.txt", f"--out={tmp_path}/p")
+    assert p.returncode == 1 and "pass --val_split= for it" in p.stderr
 
 
 def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch,
@@ -710,9 +737,10 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
     argv = ["x", str(a), str(b), str(c), "--tokenizer=bytes", "--shard_tokens=4000",
             "--val_fraction=0.3", "--workers=1", "--limit=6", f"--out={out}"]
     run_prepare([*argv, f"--out={whole}"])
-    assert json.loads((whole / RECORD).read_text())["documents"] == 6
+    record = json.loads((whole / RECORD).read_text())
+    assert record["rows"] == 8 and record["shards"] == 6 and record["finished"]
     expected = files_of(whole)
-    assert len(expected) == 12  # ten shards, meta.json and prepare.json
+    assert len(expected) == 9  # seven shards, meta.json and prepare.json
 
     def shards_are_as_expected():
         found = files_of(out)
@@ -721,33 +749,28 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
 
     full = OSError(errno.ENOSPC, "No space left on device")
     for error, remedy in ((full, f"cannot write {out}: No space"), (KeyboardInterrupt, "stopped")):
-        # in the fourth file; two calls a file
-        with patch.object(os, "fsync", side_effect=[None] * 6 + [error]):
+        # in the record of the second shard
+        with patch.object(os, "fsync", side_effect=[None] * 7 + [error]):
             line = refused(run_prepare, argv)
         assert remedy in line and "start it again" in line
         assert not list(out.glob("*.tmp")) and shards_are_as_expected() > 1
+    assert "start it again" in refused(TokenFiles, out, "train", 16, 257)
 
-    assert "limit" in refused(run_prepare, [*argv, "--limit=99"])
-    assert "window" in refused(run_prepare, [*argv, "--window=8"])  # not among the first's
-    write_jsonl(a, [{"text": "one more"}, *rows])
-    assert f"{a}: " in refused(run_prepare, argv)
+    for other in ("--limit=99", "--shard_tokens=4001", "--template={text}", "--val_fraction=0.2"):
+        key = other[2:].partition("=")[0]
+        assert f"another {key};" in refused(run_prepare, [*argv, other])
+    # A row more, less, or another, before those that are left
+    for changed in ([{"text": "one more"}, *rows], rows[1:], [{"text": texts[5]}, *rows[1:]], []):
+        write_jsonl(a, changed)
+        assert "the documents are not those" in refused(run_prepare, argv)
+        shards_are_as_expected()
     write_jsonl(a, rows)
-    shards_are_as_expected()
 
     shutil.rmtree(out)
     workers = tmp_path / "workers"
-    for renames in itertools.count(1):
-        told = (argv, renames, workers)
-        p = multiprocessing.get_context("fork").Process(target=run_prepare, args=told)
-        p.start()
-        p.join(60)
-        said = capfd.readouterr().out
-        if p.exitcode == 0:
-            break
-        assert p.exitcode == -signal.SIGKILL
-        shards_are_as_expected()
+    kills, said = starts_until_done(argv, workers, capfd, shards_are_as_expected)
     assert "left out: 2\n" in said  # those before the kills too
-    assert files_of(out) == expected and renames > 4
+    assert files_of(out) == expected and kills > 15
     end = time.time() + 20
     while any(map(is_running, workers.read_text().split())) and time.time() < end:
         time.sleep(0.05)

@@ -96,16 +96,19 @@ checkpoint.py
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/empty.txt --out=ODD/new; ODD/empty.jsonl --out=ODD/new | more text
   ODD/empty.jsonl ODD/body.jsonl; --column=a ODD/body.jsonl | --template for one of body
-  ODD/list.jsonl; ODD/nested.json; --column=data ODD/nested.json | --chat, or write each text
-  ODD/bad.txt; ODD/bad.csv | UTF-8
+  ODD/list.jsonl; ODD/nested.json; --column=data ODD/nested.json | write each text
+  ODD/bad.txt; ODD/bad.csv | convert the file
+  ODD/cut.jsonl; ODD/cut.csv; ODD/twice.csv; ODD/long.csv; ODD/number.jsonl | line 2
+  ODD/cut.jsonl.gz | must be whole
   ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt; ODD/none; ./none | no such file
   ODD/folder | folder/*.txt
   some/dataset | it is no file here; for a hub data set check its name and the network
   ODD/a.txt --limit=0; ODD/a.txt --workers=0; ODD/a.txt --shard_tokens=0 | at least 1
-  ODD/a.txt --window=0 | at least 1
   ODD/a.txt --val_fraction=0; ODD/a.txt --val_fraction=1 | above 0 and below 1
-  ODD/a.txt --shard_tokens=3000000000; ODD/a.txt --shard_tokens=8 --window=9 | below 2**31
-  ODD/a.txt --limit=x; ODD/a.txt --window=1.5; ODD/a.txt --bogus | argument
+  ODD/a.txt --shard_tokens=2000000000 | at most 2**30
+  ODD/a.txt --val_split=validation | pass --val_split= for it
+  owner/name --val_split=validation --val_fraction=0.1 | pass one of them
+  ODD/a.txt --limit=x; ODD/a.txt --workers=1.5; ODD/a.txt --bogus; ODD/a.txt --chat | argument
   ODD/a.txt --out=ODD/a.txt; ODD/a.txt --out=/proc/x | --out
 data/shakespeare_char/prepare.py
   --input=ODD/a.txt | sha256
@@ -120,7 +123,10 @@ FILES = {  # in latin-1
     "truth.py": "compile = 1", "exits.py": "exit()", "a.txt": "x", "empty.txt": "",
     "empty.jsonl": "", "bad.txt": "abc \xff", "bad.csv": "text\n\xff\n", "tokenizer.json": "{}",
     "body.jsonl": '{"body": "x"}\n', "list.jsonl": '{"text": ["a"]}\n',
-    "nested.json": '{"data": [{"text": "a"}]}',
+    "nested.json": '{"data": [{"text": "a"}]}', "cut.jsonl.gz": "no gzip",
+    "cut.jsonl": '{"text": "a"}\n{"text": "b\n', "cut.csv": 'text\n"a\n',
+    "twice.csv": "\ntext,text\na,b\n", "long.csv": "text\na,b\n",
+    "number.jsonl": '{"text": 1}\n2\n',
     # in copies of the toy data
     "list/meta.json": "[1]", "text/meta.json": '{"vocab_size": "67"}',
     "zero/meta.json": '{"vocab_size": 0}', "names/meta.json": '{"tokenizer": "byte"}',

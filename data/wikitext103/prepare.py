@@ -1,5 +1,6 @@
 """
-WikiText-103 (raw) with GPT-2's BPE: about 118 million training tokens. A row is a paragraph.
+WikiText-103 (raw) with GPT-2's BPE: about 118 million training tokens, and its own validation
+split. A row is a paragraph.
 
     python data/wikitext103/prepare.py                 # 240 MB
     python data/wikitext103/prepare.py --limit=10000   # a taste
@@ -12,5 +13,5 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
 if __name__ == "__main__":
-    options = dict(subset="wikitext-103-raw-v1", hash_fraction=0.005)
+    options = dict(subset="wikitext-103-raw-v1", val_split="validation")
     main("wikitext103", "Salesforce/wikitext", doc=__doc__, **options)

@@ -1,5 +1,5 @@
 # Fine-tune SmolLM2-135M on chats; a CPU is enough.
-#   python data/prepare.py smoltalk HuggingFaceTB/smoltalk --subset=everyday-conversations --chat \
+#   python -m extras.masks smoltalk HuggingFaceTB/smoltalk --subset=everyday-conversations --chat \
 #       --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct
 #   python train.py extras/config/finetune_smollm2.py
 # Both have the same tokens, and only -Instruct has a chat template. For your own chats see

@@ -1,8 +1,8 @@
 # A small GPT (45M) on WikiText-103, with the sizes and settings of fairseq's transformer_lm.
 #   python data/wikitext103/prepare.py
 #   torchrun --standalone --nproc_per_node=2 train.py extras/config/train_wikitext103.py
-# fairseq's tokens are words, some 268,000 of them; here they are GPT-2's. And data/wikitext103
-# holds out its own 0.5% of the paragraphs. So its losses do not compare with published ones.
+# The validation text is the published one. But fairseq's tokens are words, some 268,000 of them,
+# and here they are GPT-2's, so a loss per token does not compare with published ones.
 
 out_dir = 'out-wikitext103'
 dataset = 'wikitext103'

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from harness import HERE, copied, refused, script, shell
 from test_data import prepare, prepared, split_documents, write_jsonl
-from test_learn import JOB, documents_of, require_masks_of_a_column
+from test_learn import COMMAND, documents_of, job, require_masks_of_a_column
 
-from data import prepare as prepare_py
-from data.files import STATE, open_masks, open_split
+from data.documents import rows
+from data.files import open_masks, open_split
 from data.tokenizer import encoder
 from extras.chat import chat_of, message
 
@@ -102,9 +102,10 @@ def learned_parts(tokens, decode):
 
 def masked(messages, path):
     encoder.cache_clear()
-    chat = chat_of("text", {"messages": messages}, "row 1")
     own = encoder(str(path))
-    return [prepare_py.items_with_mask(document, own, JOB) for document in chat.documents(own)]
+    masks = job(own, chat=True)
+    chat = masks.document({"messages": messages}, "row 1")
+    return [masks.items(part, own) for part in chat.parts(own)]
 
 
 ALL = [SYSTEM, HI, HELLO, SUN, YES]
@@ -184,22 +185,36 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
         assert "row 7: " in refused(message, one, "row 7")
 
 
-def test_chat_rows_of_a_file_of_several_kinds(tmp_path):
+@pytest.mark.parametrize("by", ["json", "datasets"])
+def test_chat_rows_of_a_file_of_several_kinds(tmp_path, by):
     """`datasets` gives each row the columns, and each message the keys, that others have."""
-    datasets = pytest.importorskip("datasets")
     gpts = [{"from": "human", "value": HI["content"]}, {"from": "gpt", "value": HELLO["content"]}]
     odd = [{"role": "human", "content": HI["content"], "name": "Ann"},
-           {"role": "gpt", "content": HELLO["content"]}]
-    rows = [{"messages": [HI, HELLO]}, {"conversations": gpts}, {"messages": gpts},
-            {"messages": odd}]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    found = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
+           {"role": "gpt", "content": HELLO["content"], "weight": 1, "seen": True}]
+    chats = [{"messages": [HI, HELLO]}, {"conversations": gpts}, {"messages": gpts},
+             {"messages": odd}]
+    path = write_jsonl(tmp_path / "a.jsonl", chats)
+    found = [row for _, row in rows(str(path), "train", None)]
+    if by == "datasets":
+        datasets = pytest.importorskip("datasets")
+        how = dict(data_files=str(path), split="train", streaming=True)
+        found = datasets.load_dataset("json", **how)
     for row in found:
-        assert row.keys() == {"messages", "conversations"}
         messages = chat_of("text", row, "").messages
         assert [(one["role"], one["content"]) for one in messages] == [
             ("user", HI["content"]), ("assistant", HELLO["content"])]
-    assert messages[0]["name"] == "Ann"
+    assert messages[0]["name"] == "Ann" and "weight" not in messages[1]
+
+
+def test_chat_reads_what_a_file_says(tmp_path):
+    """Half of a surrogate pair is ?; a number is no text; a later row may have no column."""
+    path = tmp_path / "a.jsonl"
+    chat = '{"messages": [{"role": "user", "content": %s}, {"role": "assistant", "content": "b"}]}'
+    path.write_text("\n".join([chat % r'"a\ud800"', '{"n": 1}', chat % "1e5"]))
+    (_, first), (_, second), (where, third) = rows(str(path), "train", None)
+    assert chat_of("text", first, "").messages[0]["content"] == "a?"
+    assert chat_of("text", second, "") is None
+    assert f"{path}: line 3: " in refused(chat_of, "text", third, where)
 
 
 def test_chat_mistakes_are_one_clear_line(tmp_path):
@@ -211,7 +226,8 @@ def test_chat_mistakes_are_one_clear_line(tmp_path):
     (tmp_path / "without/chat_template.jinja").unlink()
     chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [SYSTEM, HI, HELLO]}])
     for name, reason in dict(strict="roles alternate", forgets="<think>").items():
-        p = prepare([chats, "--chat"], tmp_path / "o", tokenizer=tmp_path / name, workers=1)
+        told = dict(command=COMMAND, tokenizer=tmp_path / name, workers=1)
+        p = prepare([chats, "--chat"], tmp_path / "o", **told)
         assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
         assert reason in p.stderr and "Be brief" in p.stderr and not (tmp_path / "o").exists()
     for argv, tokenizer, said in ((["--chat"], hf, "no chat template"),
@@ -220,8 +236,8 @@ def test_chat_mistakes_are_one_clear_line(tmp_path):
                                   (["--learn=a,c", "--template={a} {b}"], "bytes", "--learn=a,c"),
                                   (["--learn=a"], "bytes", "--template"),
                                   (["--window=0"], "bytes", "--window"),
-                                  (["--window=9", "--shard_tokens=8"], "bytes", "--window")):
-        p = prepare([chats, *argv], tmp_path / "o", tokenizer=tokenizer)
+                                  (["--window=1.5"], "bytes", "--window")):
+        p = prepare([chats, *argv], tmp_path / "o", COMMAND, tokenizer=tokenizer)
         assert p.returncode == 1 and said in p.stderr and p.stderr.count("\n") == 1, p.stderr
 
 
@@ -243,7 +259,6 @@ def test_every_prepare_of_extras_runs_and_has_help():
 
 
 def test_prepare_takes_alpacas_template(tmp_path):
-    pytest.importorskip("datasets")
     rows = [dict(instruction="Say", input="it", output="what")] * 2
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     train, val = prepared([path], tmp_path / "o", command=["extras/data/alpaca/prepare.py"])
@@ -276,10 +291,9 @@ def test_git_sees_nothing_of_what_prepare_writes(tmp_path):
     shell(git, "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-m", "x", cwd=clone)
     assert not changed()
     out = clone / "data" / "chats"
-    p = prepare([chats, "--chat"], out, tokenizer=tmp_path / "t", shard_tokens=60)
+    p = prepare([chats, "--chat"], out, COMMAND, tokenizer=tmp_path / "t", shard_tokens=60)
     assert p.returncode == 0, p.stderr
-    (out / STATE).touch()  # what a kill leaves
-    (out / "train.bin.tmp").touch()
-    assert len(list(out.iterdir())) > 11 and not changed()
+    (out / "train.bin.tmp").touch()  # what a kill leaves
+    assert len(list(out.iterdir())) > 9 and not changed()
     out.rename(clone / "data" / "python_stdlib" / "chats")  # of the name python_stdlib/chats
     assert not changed()

@@ -186,8 +186,7 @@ def test_house_a_key_without_its_file_is_one_line(tmp, tmp_path, left, flag, fil
 
 @pytest.mark.parametrize("command, wanted_by, file", [
     ("train.py --dataset=a:2,b:1", "dataset=a:2,b:1", "mixture"),
-    ("data/prepare.py x a.txt --tokenizer=owner/name", "tokenizer=owner/name", "hf_tokenizer"),
-    ("data/prepare.py x a.jsonl --chat --tokenizer=bytes", "--chat", "chat")])
+    ("data/prepare.py x a.txt --tokenizer=owner/name", "tokenizer=owner/name", "hf_tokenizer")])
 def test_house_data_without_its_file_is_one_line(tmp_path, left, command, wanted_by, file):
     p = run_in(left, *command.split())
     assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr

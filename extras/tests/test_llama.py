@@ -10,6 +10,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -42,10 +43,9 @@ import fsdp
 import sample
 import train
 from configurator import load_config, resolve
-from data.documents import Document
 from data.files import open_tokens
 from data.loader import TokenFiles, read_meta
-from data.prepare import Job, encode
+from data.prepare import Job, chunks, encode
 from data.tokenizer import encoder, tokenizer
 from extras import llama
 from extras.huggingface import understand
@@ -315,7 +315,10 @@ def test_tokenizer_of_a_large_vocabulary_makes_uint32_files(tmp_path):
 
 def tokens_of(text, path):
     encoder.cache_clear()
-    parts = encode([Document(text)], Job(str(path), np.dtype(np.uint16), 0.5))
+    args = SimpleNamespace(tokenizer=str(path), template=None, column="text")
+    job = Job(args, encoder(str(path)))
+    chunk, = chunks([(0.5, [text])], job.key)
+    parts = encode(chunk, job)
     return np.frombuffer(b"".join(parts), np.uint16).tolist()
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[3]))
-from data.prepare import main  # noqa: E402
+from extras.masks import main  # noqa: E402
 
 TEMPLATE = "### Instruction:\n{instruction}\n{input}\n### Response:\n{output}"
 

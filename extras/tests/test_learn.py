@@ -1,16 +1,15 @@
 """
---learn and --window of data/prepare.py, and the masks that it writes.
+--learn and --window of extras/masks.py, and the masks that it writes.
 
-    python -m pytest -q tests/test_learn.py
+    python -m pytest -q extras/tests/test_learn.py
 """
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from test_data import (
     prepare,
     run_prepare,
     split_documents,
+    starts_until_done,
     write_jsonl,
 )
 
@@ -28,8 +28,17 @@ from data import prepare as prepare_py
 from data.documents import render
 from data.files import open_masks, open_split
 from data.tokenizer import encoder, gpt2_bpe
+from extras import masks
 
-JOB = prepare_py.Job("", np.dtype(np.uint16), 0.5, has_mask=True)
+COMMAND = ["extras/masks.py", "x"]
+
+
+def job(own, **options):
+    """A Job with masks, as extras/masks.py makes it of its options."""
+    args = SimpleNamespace(
+        **{**dict(tokenizer="", template=None, column="text", chat=None, learn=None, window=None),
+           **options})
+    return masks.Masked(args, own)
 
 
 def require_masks_of_a_column(own, size_of, begins=0, ends=False):
@@ -41,8 +50,9 @@ def require_masks_of_a_column(own, size_of, begins=0, ends=False):
     for a, b in itertools.product(texts, texts):
         row = dict(q=a, a=b)
         for template, at_the_end in (("Q: {q}\nA: {a}", True), ("Q: {q}{a}\n", False)):
-            text = render(template, [], row, "").text
-            tokens = prepare_py.items_with_mask(render(template, ["a"], row, ""), own, JOB)
+            text = render(template, row, "")
+            masked = job(own, template=template, learn="a")
+            tokens = masked.encode(masked.document(row, ""), own)
             ids = [*own.encode(text)]
             assert tokens["token"].tolist() == ids + (not ends) * [own.end]
             assert tokens["learned"][-1] == at_the_end
@@ -88,8 +98,9 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     out = tmp_path / "out"
     argv = ["x", path, "--tokenizer=bytes", "--template=Q: {q} A: {a}", "--learn=a",
-            "--shard_tokens=1500", "--val_fraction=0.3", "--workers=1", f"--window={window}"]
-    run_prepare([*argv, f"--out={tmp_path}/whole"])
+            "--shard_tokens=1500", "--val_fraction=0.3", "--workers=1"]
+    argv += [f"--window={window}"] * (window > 1)
+    run_prepare([*argv, f"--out={tmp_path}/whole"], masks.main)
     share = re.search(r"\S+% of the tokens are learned", capfd.readouterr().out)[0]
     expected = files_of(tmp_path / "whole")
     assert json.loads(expected["meta.json"]).get("window", 1) == window
@@ -98,7 +109,7 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
     for split in ("train", "val"):
         tokens, mask = documents_of(tmp_path / "whole", split, window)
         assert f"x_{split}_000002.bin" in expected
-        assert len(expected[f"x_{split}_000001.mask"]) == 1500 - 1500 % window + (window > 1)
+        assert len(expected[f"x_{split}_000001.mask"]) % window == (window > 1)
         at = 0
         while at < len(tokens):
             prompt, _, answer = split_documents(tokens[at:])[0].partition(b" A: ")
@@ -111,28 +122,30 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
     assert sorted(seen, key=rows.index) == rows
 
     argv.append(f"--out={out}")
-    for renames in itertools.count(1, 3):
-        told = (argv, renames, tmp_path / "workers")
-        p = multiprocessing.get_context("fork").Process(target=run_prepare, args=told)
-        p.start()
-        p.join(60)
-        said = capfd.readouterr().out
-        if p.exitcode == 0:
-            break
-        assert p.exitcode == -signal.SIGKILL
-        assert "learn" in refused(run_prepare, [*argv[:-1], "--learn=q", argv[-1]])
-    assert files_of(out) == expected and renames > 4 and share in said
+    kills, said = starts_until_done(argv, tmp_path / "workers", capfd, main=masks.main)
+    assert files_of(out) == expected and kills > 15 and share in said
+    assert "learn" in refused(run_prepare, [*argv, "--learn=q"], masks.main)
+    plain = [one for one in argv if "learn" not in str(one) and "window" not in str(one)]
+    assert "another " in refused(run_prepare, plain)
 
-    run_prepare(argv)  # it is done, and says so
+    run_prepare(argv, masks.main)  # it is done, and says so
     for path in out.glob("*.mask"):
         path.unlink()
-    assert ".mask: it is missing" in refused(run_prepare, argv)
+    assert ".mask: it is missing" in refused(run_prepare, argv, masks.main)
+
+
+def test_what_is_hashed_of_a_text_with_spans_stays():
+    """Another string would put it into another split."""
+    own = encoder("bytes")
+    for learn, key in (("a", '["\u00e9t\u00e9", [[0, 1]]]'), (None, "\u00e9t\u00e9")):
+        masked = job(own, template="{a}t\u00e9", learn=learn, window=8)
+        assert masked.key(masked.document({"a": "\u00e9"}, "")) == key
 
 
 def test_few_windows_are_cut_at_a_window(tmp_path):
     """Where val gets the end of the tokens; and without --learn all but the padding counts."""
     (tmp_path / "a.txt").write_text("abc" * 233)
-    p = prepare([tmp_path / "a.txt"], tmp_path / "o", window=32)
+    p = prepare([tmp_path / "a.txt"], tmp_path / "o", COMMAND, window=32)
     assert p.returncode == 0 and "99.0% of the tokens are learned" in p.stdout, p.stdout
     (train, ours), (val, theirs) = (documents_of(tmp_path / "o", s, 32) for s in ("train", "val"))
     assert (len(train), len(val)) == (608, 96)

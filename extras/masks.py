@@ -1,0 +1,184 @@
+r"""
+Files of tokens with masks: the model learns only some of them, the answers of a chat for example.
+
+    python -m extras.masks my_chats chats.jsonl --chat --tokenizer=Qwen/Qwen3-0.6B
+    python -m extras.masks my_data qa.jsonl --template='Q: {question}\nA: {answer}' --learn=answer
+    python -m extras.masks my_data notes/*.txt --window=1024
+
+It is data/prepare.py with three more options. Beside each .bin lies a .mask: one byte per token,
+1 if it is learned. The loss is then the mean over these.
+"""
+
+import re
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+from data import prepare  # noqa: E402
+from data.documents import COLUMN, value  # noqa: E402
+from data.files import open_masks, open_split  # noqa: E402
+from data.tokenizer import TOKENIZER, gpt2_bpe  # noqa: E402
+from extras.chat import Document, chat_of, chat_template  # noqa: E402
+from extras.hf_tokenizer import open_tokenizer  # noqa: E402
+
+OPTIONS = {
+    "--chat": dict(
+        action="store_true", default=None,
+        help="rows are chats, messages or conversations: learn what the assistant says"),
+    "--learn": dict(metavar="A,B", help="columns of --template: learn only their text"),
+    "--window": dict(
+        metavar="N", type=int,
+        help="start each document at a multiple of N tokens, for block_size=N"),
+}
+
+
+def main(*args, **options):
+    """The command, with the arguments of data/prepare.py's main()."""
+    out = prepare.main(*args, job_of=job_of, options=OPTIONS, **options)
+    masks = [mask for split in prepare.SPLITS for mask in open_masks(open_split(out, split))]
+    if masks:
+        share = sum(map(np.count_nonzero, masks)) / sum(map(len, masks))
+        print(f"{out}: {share:.1%} of the tokens are learned")
+
+
+def job_of(args, own):
+    """The Job of prepare.py, or one with masks if args ask for them."""
+    require_learned_columns(args)
+    if args.window is not None and args.window < 1:
+        raise SystemExit(f"--window={args.window} must be at least 1")
+    if args.chat:
+        chat_template(own)  # here first: a mistake is then one line, not one per worker
+    if args.chat or args.learn or args.window:
+        return Masked(args, own)
+    return prepare.Job(args, own)
+
+
+def require_learned_columns(args):
+    """SystemExit if --chat or --learn does not fit the other options."""
+    if args.chat and (args.template or args.learn):
+        raise SystemExit("--chat: the chat template says what is text; leave out --template "
+                         "and --learn")
+    columns = re.findall(COLUMN, args.template or "")
+    for column in args.learn.split(",") if args.learn else []:
+        if column not in columns:
+            raise SystemExit(
+                f"--learn={args.learn}: the template has no {{{column}}}; pass --template with "
+                f"it, such as --template='{{question}} {{{column}}}'")
+
+
+class Masked(prepare.Job):
+    """Rows become Documents or Chats, and a token has two fields: itself, and if it is learned."""
+
+    def __init__(self, args, own):
+        super().__init__(args, own)
+        self.item = np.dtype([("token", self.dtype), ("learned", np.uint8)])
+        self.window = args.window or 1  # each document begins at a multiple of it
+        self.meta = {"window": args.window} if args.window else {}
+        self.document = partial(render, self.template, args.learn.split(",") if args.learn else [])
+        if args.chat:
+            self.document = partial(chat_of, args.column)
+
+    def key(self, document):
+        return document.key
+
+    def encode(self, document, own):
+        return np.concatenate([self.items(part, own) for part in document.parts(own)])
+
+    def items(self, document, own):
+        """A document's tokens and mask. The tokens are those of the whole text: some tokenizers
+        split a part of it differently when it stands alone."""
+        text = document.text
+        spans = document.spans or [(0, len(text))]
+        ids, places = places_of(text, own, document.has_special_tokens)
+        ids = list(ids)
+        learned = overlaps(places, spans, len(text))
+        if not document.has_special_tokens:
+            if ids[-1:] != [own.end]:
+                ids.append(own.end)
+                learned.append(False)
+            learned[-1] = spans[-1][1] == len(text)
+        padding = -len(ids) % self.window
+        items = np.empty(len(ids) + padding, self.item)
+        items["token"] = ids + padding * [own.end]
+        items["learned"] = learned + padding * [False]
+        if self.window > 1:
+            items["learned"][0] = False  # it would be the last target of the window before
+        return items
+
+    def files(self, items):
+        if self.window > 1:
+            # A token more, since the last window's last target follows it. It is not learned.
+            items = np.append(items, np.zeros(1, self.item))
+        return {".bin": items["token"], ".mask": items["learned"]}
+
+
+def render(template, learned, row, where):
+    """The Document that has the row's value for each {column} of the template, None if that is
+    empty. learned: the columns whose values are learned; if there are none, all of the text is."""
+    text = ""
+    spans = []
+    for i, part in enumerate(re.split(COLUMN, template)):
+        if i % 2 == 0:  # text between columns
+            text += part
+            continue
+        start = len(text)
+        text += value(row, part, where)
+        if part in learned:
+            spans.append((start, len(text)))
+    return Document(text, spans or None) if text else None
+
+
+# ---------- which characters a token stands for -------------------------------
+
+
+def places_of(text, own, has_special_tokens):
+    """(ids, [(start, end)]): the tokens of a text, and the characters that each stands for."""
+    if TOKENIZER in own.files:
+        hf = opened(own.files[TOKENIZER])
+        found = hf.encode(text, add_special_tokens=not has_special_tokens)
+        return found.ids, found.offsets
+    ids = own.encode(text)
+    sizes = [1] * len(ids)
+    if own.name == "gpt2":
+        sizes = map(len, gpt2_bpe().decode_tokens_bytes(ids))
+    return ids, places_of_pieces(text, sizes)
+
+
+@cache  # a worker asks for each document
+def opened(file):
+    hf, _ = open_tokenizer(str(file))
+    return hf
+
+
+def places_of_pieces(text, sizes):
+    """[(start, end)]: the characters that each piece has a byte of. sizes: of the pieces, in
+    bytes; one may be part of a character."""
+    character = []  # of each byte
+    for i, one in enumerate(text):
+        character += [i] * len(one.encode())
+    places = []
+    at = 0
+    for size in sizes:
+        places.append((character[at], character[at + size - 1] + 1))
+        at += size
+    return places
+
+
+def overlaps(places, spans, length):
+    """A list: True for each token that has a character in a span. places: [(start, end)] of
+    the tokens; length: of the text."""
+    before = np.zeros(length + 1, int)  # i: how many of the first i characters are in spans
+    for start, end in spans:
+        before[start + 1:end + 1] = 1
+    before = before.cumsum()
+    starts, ends = np.array(places, int).reshape(-1, 2).T
+    # A token of spaces alone may have an empty place, of which only the end is right.
+    starts = np.minimum(starts, ends - 1).clip(0)
+    return (before[ends] > before[starts]).tolist()
+
+
+if __name__ == "__main__":
+    main(doc=__doc__)
