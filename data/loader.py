@@ -217,21 +217,17 @@ class TokenFiles:
             file = bisect_right(self.starts, window) - 1
             start = (window - self.starts[file]) * T  # of its first token, in the file
             tokens = self.files[file][start:start + T + 1]
-            self.require_known(tokens, self.files[file].filename)
+            largest = tokens.max()
+            if largest >= self.vocab_size:
+                raise SystemExit(
+                    f"{self.files[file].filename}: token {largest} is beyond vocab_size="
+                    f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
             x[row] = tokens[:-1]
             y[row] = tokens[1:]
             if self.masks:
                 learned = self.masks[file][start + 1:start + T + 1]
                 y[row, ~learned] = -1
         return torch.from_numpy(x), torch.from_numpy(y)
-
-    def require_known(self, tokens, path):
-        """SystemExit if one is beyond the vocabulary."""
-        largest = tokens.max()
-        if largest >= self.vocab_size:
-            raise SystemExit(
-                f"{path}: token {largest} is beyond vocab_size={self.vocab_size}; use this "
-                "model's tokenizer, or fix meta.json")
 
 
 # ---------- files -------------------------------------------------------------

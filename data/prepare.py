@@ -376,25 +376,24 @@ def parser_of(doc):
     return parser
 
 
-def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job, options=None,
-         **defaults):
+def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
+         more_options=lambda option: None, **defaults):
     """The command; returns the directory. Each data/<name>/prepare.py calls it with its name,
-    source, defaults. job_of: makes a Job of (args, encoder); options: {more flags: what
-    add_argument takes}."""
+    source, defaults. job_of: makes a Job of (args, encoder); more_options: a function of
+    parser.add_argument."""
     parser = parser_of(doc)
     if name is None:
         parser.add_argument("name", help="files go to data/<name>/")
     many = "*" if source else "+"
     parser.add_argument("source", nargs=many, default=[source], help="files, or hub data sets")
-    for flag, how in {**options_of(hash_fraction), **(options or {})}.items():
-        parser.add_argument(flag, **how)
+    add_options(parser, hash_fraction)
+    more_options(parser.add_argument)
     parser.set_defaults(**defaults)
     args = parser.parse_intermixed_args()
     args.name = name or args.name
     args.hash_fraction = args.val_fraction or hash_fraction
 
-    require_numbers(args)
-    require_val_split(args)
+    require_sound(args)
     own = encoder(args.tokenizer)  # here first: a mistake is then one line, not one per worker
     job = job_of(args, own)
     out = Path(args.out or HERE / args.name)
@@ -403,38 +402,31 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job, 
     return out
 
 
-def options_of(hash_fraction):
-    """{flag: what add_argument takes}."""
+def add_options(parser, hash_fraction):
+    option = parser.add_argument
+    option("--subset", help="configuration of a hub data set")
+    option("--split", default="train", help="split of a hub data set (default: train)")
+    option("--val_split", metavar="S", help="split of a hub data set that becomes val, whole")
+    option("--column", default="text", help="column that holds the text (default: text)")
+    option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
+    option("--tokenizer", metavar="T", default="gpt2",
+           help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
+    option("--val_fraction", metavar="F", type=float,
+           help=f"share of the documents that go into val (default: {hash_fraction}), or of the "
+                "tokens if val gets the end of them (default: 0.1)")
+    option("--limit", metavar="N", type=int, default=sys.maxsize,
+           help="only the first N documents")
+    option("--shard_tokens", metavar="N", type=int, default=100_000_000,
+           help="tokens after which a shard ends, with its last chunk (default: 100 million)")
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # Slurm or taskset may leave fewer
         cores = len(os.sched_getaffinity(0))
-    return {
-        "--subset": dict(help="configuration of a hub data set"),
-        "--split": dict(default="train", help="split of a hub data set (default: train)"),
-        "--val_split": dict(metavar="S", help="split of a hub data set that becomes val, whole"),
-        "--column": dict(default="text", help="column that holds the text (default: text)"),
-        "--template": dict(
-            help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'"),
-        "--tokenizer": dict(
-            metavar="T", default="gpt2",
-            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name"),
-        "--val_fraction": dict(
-            metavar="F", type=float,
-            help=f"share of the documents that go into val (default: {hash_fraction}), or of the "
-                 "tokens if val gets the end of them (default: 0.1)"),
-        "--limit": dict(
-            metavar="N", type=int, default=sys.maxsize, help="only the first N documents"),
-        "--shard_tokens": dict(
-            metavar="N", type=int, default=100_000_000,
-            help="tokens after which a shard ends, with its last chunk (default: 100 million)"),
-        "--workers": dict(
-            metavar="N", type=int, default=cores,
-            help=f"processes (default: one per core, here {cores})"),
-    }
+    option("--workers", metavar="N", type=int, default=cores,
+           help=f"processes (default: one per core, here {cores})")
 
 
-def require_numbers(args):
-    """SystemExit if a number is out of its range."""
+def require_sound(args):
+    """SystemExit if a number is out of its range, or an option does not fit the others."""
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise SystemExit(f"--val_fraction={args.val_fraction} must be above 0 and below 1")
     for key in ("limit", "shard_tokens", "workers"):
@@ -442,17 +434,13 @@ def require_numbers(args):
             raise SystemExit(f"--{key}={getattr(args, key)} must be at least 1")
     if args.shard_tokens > LARGEST:
         raise SystemExit(f"--shard_tokens={args.shard_tokens} must be at most 2**30, {LARGEST}")
-
-
-def require_val_split(args):
-    """SystemExit if --val_split does not fit the other options."""
-    if not args.val_split:
-        return
-    flag = f"--val_split={args.val_split}"
-    if args.val_fraction is not None:
-        raise SystemExit(f"{flag} --val_fraction={args.val_fraction}: pass one of them")
+    if args.val_split and args.val_fraction:
+        raise SystemExit(
+            f"--val_split={args.val_split} --val_fraction={args.val_fraction}: pass one of them")
     for source in filter(os.path.exists, args.source):
-        raise SystemExit(f"{flag}: {source} is a file, without splits; pass --val_split= for it")
+        if args.val_split:
+            raise SystemExit(
+                f"--val_split={args.val_split}: {source} has no splits; pass --val_split= for it")
 
 
 def prepare(args, job, own, out):

@@ -24,24 +24,23 @@ from data.tokenizer import TOKENIZER, gpt2_bpe  # noqa: E402
 from extras.chat import Document, chat_of, chat_template  # noqa: E402
 from extras.hf_tokenizer import open_tokenizer  # noqa: E402
 
-OPTIONS = {
-    "--chat": dict(
-        action="store_true", default=None,
-        help="rows are chats, messages or conversations: learn what the assistant says"),
-    "--learn": dict(metavar="A,B", help="columns of --template: learn only their text"),
-    "--window": dict(
-        metavar="N", type=int,
-        help="start each document at a multiple of N tokens, for block_size=N"),
-}
-
 
 def main(*args, **options):
     """The command, with the arguments of data/prepare.py's main()."""
-    out = prepare.main(*args, job_of=job_of, options=OPTIONS, **options)
+    out = prepare.main(*args, job_of=job_of, more_options=more_options, **options)
     masks = [mask for split in prepare.SPLITS for mask in open_masks(open_split(out, split))]
     if masks:
         share = sum(map(np.count_nonzero, masks)) / sum(map(len, masks))
         print(f"{out}: {share:.1%} of the tokens are learned")
+
+
+def more_options(option):
+    # None where they are not given, so that a data set of prepare.py's is known again.
+    option("--chat", action="store_true", default=None,
+           help="rows are chats, messages or conversations: learn what the assistant says")
+    option("--learn", metavar="A,B", help="columns of --template: learn only their text")
+    option("--window", metavar="N", type=int,
+           help="start each document at a multiple of N tokens, for block_size=N")
 
 
 def job_of(args, own):
