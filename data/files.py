@@ -85,7 +85,11 @@ def sync(path):
 
 
 def header(dtype, count):
-    """llm.c's header for `count` tokens, as bytes."""
+    """llm.c's header for `count` tokens, as bytes. SystemExit if it cannot count so far."""
+    if count >= 2**31:
+        raise SystemExit(
+            f"a shard of {count:,} tokens, and its header counts to 2**31; cut the longest "
+            "document in several")
     numbers = np.zeros(256, np.int32)
     numbers[:3] = *FORMATS[dtype], count
     return numbers.tobytes()

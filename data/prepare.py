@@ -69,7 +69,8 @@ LARGEST = 1 << 30
 
 class Job:
     """What becomes of a row: a document, its tokens, their files. Each worker has a copy. A
-    command that makes something else of it passes a class of its own to main()."""
+    command that makes something else of it has a Job of its own, and passes main() what makes
+    that."""
 
     window = 1  # so many tokens stay together where val gets the end of all
     meta = {}  # more for meta.json
@@ -250,7 +251,7 @@ class Shards:
             else:
                 print(f"{self.out}/{split}.bin: {count:,} tokens")
         if self.last.empty:
-            print(f"{self.out}: rows or files without text, left out: {self.last.empty:,}")
+            print(f"{self.out}: rows or files with nothing to learn, left out: {self.last.empty:,}")
 
     def write(self, files, is_last=False):
         """Write what waits as a shard, or as train.bin and val.bin if it is all there is."""

@@ -6,8 +6,10 @@ Data: the order of windows, formats and vocabularies (loader.py), and any text (
 What all of these commands refuse is in test_mistakes.py.
 """
 
+import csv
 import errno
 import glob as glob_module
+import gzip
 import hashlib
 import itertools
 import json
@@ -18,6 +20,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -42,7 +45,7 @@ from harness import (
 
 from data import files, loader
 from data import prepare as prepare_py
-from data.files import RECORD, shard_name, write_files
+from data.files import RECORD, header, shard_name, write_files
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
 from data.tokenizer import encoder, gpt2_bpe, tokenizer
@@ -579,6 +582,14 @@ def test_prepare_writes_shards_as_llmc_does(tmp_path, monkeypatch, size):
     assert [len(tokens) for tokens in files.files] == [9, 2]
 
 
+def test_a_header_counts_to_its_limit():
+    """A shard ends with its chunk, and that may be one long document."""
+    head = header(np.dtype(np.uint16), 2**31 - 1)
+    assert np.frombuffer(head, np.int32)[2] == 2**31 - 1
+    assert "cut the longest" in refused(header, np.dtype(np.uint16), 2**31)
+    assert prepare_py.LARGEST + 4 * prepare_py.CHUNK < 2**31  # at most 4 bytes a character
+
+
 def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path):
     """Where documents are long no hash gives val enough of them, however many come."""
     docs = [letter * (1 << 20) for letter in "abc"]
@@ -759,8 +770,10 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
     for other in ("--limit=99", "--shard_tokens=4001", "--template={text}", "--val_fraction=0.2"):
         key = other[2:].partition("=")[0]
         assert f"another {key};" in refused(run_prepare, [*argv, other])
-    # A row more, less, or another, before those that are left
-    for changed in ([{"text": "one more"}, *rows], rows[1:], [{"text": texts[5]}, *rows[1:]], []):
+    # A row more, less, or another, or a text that is cut elsewhere, before those that are left.
+    moved = [{"text": texts[0][:-1]}, {"text": texts[0][-1]}, *rows[2:]]
+    for changed in ([{"text": "one more"}, *rows], rows[1:], [{"text": texts[5]}, *rows[1:]], [],
+                    moved):
         write_jsonl(a, changed)
         assert "the documents are not those" in refused(run_prepare, argv)
         shards_are_as_expected()
@@ -775,3 +788,32 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
     while any(map(is_running, workers.read_text().split())) and time.time() < end:
         time.sleep(0.05)
     assert not any(map(is_running, workers.read_text().split()))
+
+
+def test_prepare_goes_on_after_kills_at_random_to_the_same_bytes(tmp_path):
+    """The command itself, from sources of each kind, one of them packed."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("abc ,\"\n\u00e9", k=30_000)) for _ in range(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    with gzip.open(tmp_path / "b.csv.gz", "wt", encoding="utf-8", newline="") as f:
+        csv.writer(f).writerows([["text"], *([text] for text in texts)])
+    (tmp_path / "c.txt").write_text("".join(texts))
+    argv = [sys.executable, f"{HERE}/data/prepare.py", "x", path, tmp_path / "b.csv.gz",
+            tmp_path / "c.txt", "--tokenizer=bytes", "--shard_tokens=500000", "--workers=1",
+            "--val_fraction=0.2"]
+
+    def start(out):
+        return subprocess.Popen([*argv, f"--out={out}"], stdout=subprocess.DEVNULL)
+
+    started = time.time()
+    assert start(tmp_path / "whole").wait() == 0
+    seconds = time.time() - started
+    expected = files_of(tmp_path / "whole")
+    assert len(expected) > 7
+    for _ in range(6):
+        p = start(tmp_path / "out")
+        time.sleep(draw.uniform(0.3, 1) * seconds)
+        p.kill()
+        assert p.wait() in (0, -signal.SIGKILL)
+    assert start(tmp_path / "out").wait() == 0
+    assert files_of(tmp_path / "out") == expected
