@@ -186,7 +186,8 @@ class TokenFiles:
             longest = max(self.files, key=len)
             raise SystemExit(
                 f"{longest.filename}: {len(longest)} tokens, and block_size={block_size} "
-                f"needs {block_size + 1}; lower it, or prepare more text")
+                f"needs {block_size + 1}; lower it, or prepare more text, or again with a larger "
+                "--val_fraction")
         # How many targets count in each window.
         counts = []
         for mask, start, end in zip(self.masks, self.starts, self.starts[1:]):

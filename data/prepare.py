@@ -204,7 +204,7 @@ class Shards:
                 raise SystemExit(
                     f"{out}: prepared with another {key}; pass the same, or move its files away "
                     "to begin again, or pass another --out")
-        self.record |= begun
+        self.record |= {"finished": True, **begun}  # as files.py has it: earlier ones do not say
 
     def is_finished(self):
         """True if an earlier start has finished, and all files are there. SystemExit if one is

@@ -521,6 +521,11 @@ def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path, m
     assert prepare([text], out).returncode == 0  # with the same arguments it is done already
     stdlib = script("data/python_stdlib/prepare.py", f"--out={out}")
     others = [stdlib, prepare([text], out, val_fraction=0.2)]
+    record = json.loads(before[RECORD])
+    earlier = {key: record[key] for key in ("arguments", "tokens")}  # of an earlier version
+    (out / RECORD).write_text(json.dumps(earlier))
+    assert "prepared already" in prepare([text], out).stdout
+    (out / RECORD).write_bytes(before[RECORD])
     (tmp_path / "there").mkdir()
     for directory in (tmp_path, tmp_path / "there"):  # a.txt there is another file
         monkeypatch.chdir(directory)
