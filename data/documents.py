@@ -103,7 +103,7 @@ def rows(source, split, args):
 def lines(source, newline="\n"):
     """Yield (number, text) of each line of a file, without a byte order mark. SystemExit at the
     first that is not UTF-8. newline: as open() takes it; None makes CRLF and a lone CR \\n."""
-    open_file = gzip.open if source.endswith(".gz") else open
+    open_file = gzip.open if source.lower().endswith(".gz") else open
     # A bad byte becomes half of a surrogate pair, and so is found in its own line. An error of
     # the decoder would come with its block, before the lines that are in front of it.
     how = dict(encoding="utf-8-sig", errors="surrogateescape", newline=newline)

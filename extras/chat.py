@@ -41,10 +41,6 @@ class Document:
             return self.text
         return json.dumps((self.text, self.spans), ensure_ascii=False)
 
-    def parts(self, encoder):
-        """Itself, alone; a chat may have several."""
-        return [self]
-
 
 @dataclass
 class Chat:

@@ -21,7 +21,7 @@ from data import prepare  # noqa: E402
 from data.documents import COLUMN, value  # noqa: E402
 from data.files import open_masks, open_split  # noqa: E402
 from data.tokenizer import TOKENIZER, gpt2_bpe  # noqa: E402
-from extras.chat import Document, chat_of, chat_template  # noqa: E402
+from extras.chat import Chat, Document, chat_of, chat_template  # noqa: E402
 from extras.hf_tokenizer import open_tokenizer  # noqa: E402
 
 
@@ -84,7 +84,8 @@ class Masked(prepare.Job):
         return document.key
 
     def encode(self, document, own):
-        return np.concatenate([self.items(part, own) for part in document.parts(own)])
+        parts = document.parts(own) if isinstance(document, Chat) else [document]
+        return np.concatenate([self.items(part, own) for part in parts])
 
     def items(self, document, own):
         """A document's tokens and mask. The tokens are those of the whole text: some tokenizers

@@ -405,7 +405,6 @@ def test_prepare_cuts_few_documents_in_two(tmp_path, n, options):
 
 def test_prepare_takes_names_columns_and_templates(tmp_path):
     """Names of files are no patterns; 0 is text, and null is none."""
-    pytest.importorskip("datasets")
     rows = [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}]
     path = write_jsonl(tmp_path / "a[1].jsonl", rows)
     write_jsonl(tmp_path / "a1.jsonl", [])  # what it would name as a pattern
@@ -425,8 +424,6 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
 def test_prepare_takes_files_as_other_programs_write_them(tmp_path):
     """A byte order mark and CRLF; an empty field is null, and "NA" is text; rows without text
     are counted."""
-    pytest.importorskip("datasets")
-
     table = "\ufefftext,n\r\nNA,1\r\n\"None, \"\"a\"\"\r\nb\",\r\n,2\r\n"
     lines = ['{"text": "a"}', '{"body": "no text"}', '{"text": ""}', '{"text": "b\\r\\n"}',
              '{"text": null}']
@@ -739,7 +736,6 @@ def test_wikitext103_takes_the_published_validation_split(tmp_path, monkeypatch,
 def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch,
                                                                        capfd):
     """Whichever file it has just written. Its workers end too."""
-    pytest.importorskip("datasets")
     monkeypatch.setattr(prepare_py, "CHUNK", 5000)
     monkeypatch.setattr(prepare_py, "MANY", 1)
     rng = random.Random(0)

@@ -120,6 +120,7 @@ def test_rows_are_the_file_s(tmp_path, name, content, expected):
     assert texts(tmp_path / name, content) == expected
     packed = gzip.compress(content.encode())
     assert texts(tmp_path / f"{name}.gz", packed) == expected
+    assert texts(tmp_path / f"{name}.GZ".upper(), packed) == expected
 
 
 LATE = [{"text": "a" * 2000, "n": i} for i in range(6000)]  # 12 MB: more than one block of pyarrow
