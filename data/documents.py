@@ -92,6 +92,8 @@ def rows(source, split, args):
         else:
             text = "".join(line for _, line in lines(source, newline=None))
             yield source, {"text": text, args.column: text}  # --column is for the other files
+    except ImportError as e:
+        raise SystemExit(f"{source}: {e}; pip install datasets")
     except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
         reason = " ".join(str(e).split())[:300]
         remedy = "the file must be whole"

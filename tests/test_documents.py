@@ -256,3 +256,6 @@ def test_datasets_is_imported_for_parquet_and_the_hub_alone(tmp_path, monkeypatc
     (tmp_path / "a.parquet").touch()
     assert read(tmp_path / "a.parquet", split="validation") == ["parquet train"]
     assert asked == [("owner/name", "validation", None), ("parquet", "train", None)]
+    monkeypatch.setitem(sys.modules, "datasets", None)  # it is not installed
+    for source in ("owner/name", tmp_path / "a.parquet"):
+        assert refused(read, source).endswith("; pip install datasets")
