@@ -388,6 +388,13 @@ def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
     assert numbers == [5, 6, 9, 11, 12, 14]
 
 
+def test_a_document_ends_once():
+    """Some tokenizers put the end there themselves; an empty text has it too."""
+    for ids in ([1, 256], [1], [], [256, 1]):
+        own = encoder("bytes")._replace(encode=lambda text, ids=ids: ids)
+        assert JOB.encode("x", own).tolist() == [*ids, *[256] * (ids[-1:] != [256])]
+
+
 @pytest.mark.parametrize("n, options", [
     (1, {}), (2, dict(val_fraction=0.5)), (100, {}),
     (100, dict(val_fraction=0.05))])  # the hash holds out five: some, but fewer than 10,000 tokens
