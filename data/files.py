@@ -174,7 +174,8 @@ def require_uint16(tokens, vocab_size):
     head = head[:len(head) // 4 * 4]
     for dtype in OTHERS:
         numbers = head.view(dtype)
-        is_token = (numbers >= 0) & (numbers < vocab_size) & (numbers == np.floor(numbers))
+        with np.errstate(invalid="ignore"):  # tokens read as floats may be NaN, which is no token
+            is_token = (numbers >= 0) & (numbers < vocab_size) & (numbers == np.floor(numbers))
         # Zeros look the same in all types, and so may data of a short period, such as 1, 0.
         others = numbers[numbers != 0]
         if is_token.all() and len(others) >= 100 and len(np.unique(others)) > 1:
