@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import os
 import re
+from abc import ABC
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from harness import HERE, on_ranks, values
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -572,6 +573,93 @@ def case_late_optimizer():
 # ---------- parameters ----------------------------------------------------------
 
 
+@row("`.item()` or `float()` of a DTensor's norm or sum")
+def case_number_of_a_norm():
+    model = sharded(Net())
+    backward(model)
+    grad = model.head.weight.grad
+    whole = grad.full_tensor().norm().item()
+    assert abs(float(grad.norm()) - whole) > 0.1 * whole
+    assert abs(grad.norm().full_tensor().item() - whole) < 1e-5 * whole
+
+
+@row("an L2 penalty in the loss")
+def case_penalty():
+    def loss(model, x):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        if isinstance(penalty, fsdp.DTensor):
+            penalty = penalty.full_tensor()
+        return square(model, x) + penalty
+
+    with says("got mixed torch.Tensor and DTensor"):
+        model = sharded(Net())
+        (square(model, inputs(0)) + sum(p.square().sum() for p in model.parameters())).backward()
+    assert_exact(sharded(Net()), Net(), loss)
+
+
+@row("`p.register_hook(f)`")
+def case_register_hook():
+    model, ran = sharded(Net()), []
+    weight = model.blocks[0].weight
+    weight.register_hook(lambda grad: ran.append("hook"))
+    weight.register_post_accumulate_grad_hook(lambda p: ran.append(tuple(p.grad.to_local().shape)))
+    backward(model)
+    assert ran == [(4, 8)]
+
+
+@row("a parameter that no rank uses")
+def case_unused():
+    def moved(model):
+        model.idle.weight.data.copy_(model.idle.weight.data)
+        before = idle_weight(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        backward(model)
+        optimizer.step()
+        return (idle_weight(model) - before).abs().max().item()
+
+    def idle_weight(model):
+        weight = model.idle.weight.detach()
+        return (weight.full_tensor() if isinstance(weight, fsdp.DTensor) else weight).clone()
+
+    def net(frozen):
+        model = Net()
+        model.idle = nn.Linear(8, 8).requires_grad_(not frozen)
+        return model
+
+    assert moved(net(False)) == 0 < 0.001 < moved(sharded(net(False)))
+    assert moved(sharded(net(True))) == 0
+
+
+@row("resuming with a parameter frozen that has trained before")
+def case_frozen_since():
+    model = sharded(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model)
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    for is_frozen in (True, False):
+        model = sharded(Net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.head.weight.requires_grad_(not is_frozen)
+        set_state_dict(
+            model, optimizer, model_state_dict=weights, optim_state_dict=copy.deepcopy(state))
+        has_state = bool(optimizer.state.get(model.head.weight))
+        assert has_state != is_frozen and optimizer.state[model.head.bias]
+
+
+@row("`nn.init.normal_(p)` and the like after `shard`")
+def case_init_after_shard():
+    model = sharded(Net())
+    torch.manual_seed(0)
+    weight = model.head.weight
+    nn.init.normal_(weight)
+    whole = weight.full_tensor()
+    assert torch.equal(whole[:4], whole[4:])
+    value = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    fsdp.write_full(weight, value)
+    assert torch.equal(weight.full_tensor(), value)
+
+
 @row("a trained parameter is in bf16 or fp16")
 def case_trained_in_bf16():
     model = Net()
@@ -631,6 +719,71 @@ def case_shared_module():
     assert_exact(sharded(model, units), plain)
 
 
+class Embeds(nn.Module):
+    """A table, a block, and a head that reads the table itself."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(20, 8, **options)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x):
+        tokens = (x[:, 0].abs() * 10).long() % 20
+        return F.linear(self.blocks[0](self.emb(tokens)), self.emb.weight)
+
+
+@row("a head that reads `model.emb.weight` itself")
+def case_head_reads_the_table():
+    model = Embeds()
+    units = fsdp.find_units(model, model.blocks)
+    assert units == [model.emb, *model.blocks]
+    with says("got mixed torch.Tensor and DTensor"):
+        backward(sharded(model, units))
+    assert_exact(sharded(Embeds()), Embeds(), limit=1e-5)
+
+
+@row("`nn.Embedding(max_norm=...)`")
+def case_max_norm():
+    tokens = torch.arange(20)
+    plain = nn.Embedding(20, 8, max_norm=0.5)
+    plain(tokens)
+    assert plain.weight.norm(dim=1).max() < 0.6
+    model = nn.Sequential(nn.Embedding(20, 8, max_norm=0.5))
+    sharded(model, [model[0]])
+    out = model(tokens)
+    assert out.norm(dim=1).max() < 0.6  # the copy was changed
+    reshard(model)
+    assert model[0].weight.full_tensor().norm(dim=1).max() > 1  # and is lost
+
+
+@row("a parameter that is not contiguous")
+def case_not_contiguous():
+    def net():
+        model = Net()
+        model.head.weight = nn.Parameter(model.head.weight.detach().t())
+        return model
+
+    with says("FSDP does not support non-contiguous parameters", (NotImplementedError,)):
+        sharded(net())
+    model = net()
+    model.head.weight.data = model.head.weight.data.contiguous()
+    assert_exact(sharded(model), net())
+
+
+@row("`class M(ABC, nn.Module)`")
+def case_abc():
+    class Wrong(ABC, Net):
+        pass
+
+    class Right(Net, ABC):
+        pass
+
+    with says("object layout differs from 'Wrong'", TypeError):
+        sharded(Wrong())
+    assert_exact(sharded(Right()), Net())
+
+
 @row("a parameter of 0 dimensions")
 def case_scalar():
     def net(shape):
@@ -672,6 +825,51 @@ class Normed(nn.Module):
 
     def forward(self, x):
         return self.norm(self.linear(x))
+
+
+@row("a table that is a plain attribute")
+def case_plain_table():
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.ones(8)
+
+        def forward(self, x):
+            return super().forward(x * self.table)
+
+    with torch.device("meta"):
+        model = Scaled()
+    sharded(model)
+    for p, q in zip(model.parameters(), Net().parameters()):
+        fsdp.write_full(p, q.detach())
+    with says("meta", (RuntimeError, NotImplementedError)):
+        backward(model)
+    model.table = torch.ones(8)
+    assert_exact(model, Net())
+
+
+@row("a value kept in a unit's attribute")
+def case_kept_value():
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.kept = super().forward(x)
+            return self.kept
+
+    class Reads(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x + self.blocks[0].kept)
+
+    class Passes(Net):
+        def forward(self, x):
+            first = x = self.blocks[0](x)
+            for block in self.blocks[1:]:
+                x = block(x)
+            return self.head(x + first)
+
+    for kind in (Reads, Passes):
+        assert_exact(sharded(kind(lambda: Keeps(8, 8))), kind(lambda: Keeps(8, 8)))
 
 
 @row("BatchNorm and other running statistics")
@@ -732,6 +930,38 @@ def case_fp32_buffers():
         backward(sharded(Net(Turns), mp_policy=IN_BF16))
     Turns.casts = True
     assert_exact(sharded(Net(Turns), mp_policy=IN_BF16), Net(Turns), limit=0.03)
+
+
+@row("a float argument of a block")
+def case_float_argument():
+    class Rotary(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+
+        def forward(self, x, positions):
+            angles = positions.float()[:, None] * torch.linspace(0.5, 1, 8)
+            return super().forward(x) * angles.cos().type_as(x)
+
+    class Turns(Net):
+        def __init__(self, kind):
+            super().__init__(Rotary)
+            self.kind = kind
+
+        def forward(self, x):
+            positions = torch.arange(1001, 1001 + len(x)).to(self.kind)
+            for block in self.blocks:
+                x = x + torch.tanh(block(x, positions))
+            return self.head(x)
+
+    def error(kind):
+        x = inputs(0)
+        plain = Turns(kind)(x)
+        with torch.no_grad():
+            out = sharded(Turns(kind), mp_policy=IN_BF16)(x)
+        return ((out - plain).norm() / plain.norm()).item()
+
+    assert error(torch.float32) > 0.1
+    assert error(torch.int64) < 0.03
 
 
 @row("BatchNorm, with `param_dtype=torch.bfloat16`")
