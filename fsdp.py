@@ -251,10 +251,16 @@ def replicate(model):
 # ---------- in the step -------------------------------------------------------
 
 
+def fsdp_root(wrapped):
+    """The module that `shard` was called on, also inside a wrapper such as torch.compile's. None if
+    there is none."""
+    return next((m for m in wrapped.modules() if isinstance(m, FSDPModule)), None)
+
+
 def autocast(wrapped, device_type: str, dtype: torch.dtype):
     """A context: autocast for a model that is not sharded. A sharded one's MixedPrecisionPolicy
     casts by itself, and autocast on top would put its norms back to fp32."""
-    on = dtype != torch.float32 and not isinstance(wrapped, FSDPModule)
+    on = dtype != torch.float32 and fsdp_root(wrapped) is None
     return torch.autocast(device_type, dtype, enabled=on)
 
 
@@ -273,16 +279,17 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
     micro-batch to the next (ZeRO-1's traffic).
     """
     sync = is_last_micro_batch or every
+    root = fsdp_root(wrapped)
     if isinstance(wrapped, DistributedDataParallel):
         wrapped.require_backward_grad_sync = sync  # what DDP's no_sync() sets
-    elif isinstance(wrapped, FSDPModule):
-        wrapped.set_requires_gradient_sync(sync)
+    elif root:
+        root.set_requires_gradient_sync(sync)
         # After the line above, which sets it too. Between the groups of hybrid sharding: once per
         # step, however many micro-batches.
-        wrapped.set_requires_all_reduce(is_last_micro_batch)
-        keeps_gathered = getattr(wrapped, "reshard_after_forward", True) is False
+        root.set_requires_all_reduce(is_last_micro_batch)
+        keeps_gathered = getattr(root, "reshard_after_forward", True) is False
         if keeps_gathered and not every:
-            wrapped.set_reshard_after_backward(is_last_micro_batch)
+            root.set_reshard_after_backward(is_last_micro_batch)
 
 
 def zero_grad(wrapped, optimizer):
@@ -298,7 +305,7 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     loss_scale: what the loss was multiplied by; gradients are divided by it first. If one has
     overflowed on any rank, every rank gets a norm that is not finite."""
     # By hand: clip_grad_norm_ refuses gradients on two devices, as cpu_offload has them.
-    is_sharded = isinstance(wrapped, FSDPModule)
+    is_sharded = fsdp_root(wrapped) is not None
     grads = defaultdict(list)  # {device: this rank's gradients there}
     for name, p in wrapped.named_parameters():
         if is_sharded and not isinstance(p, DTensor):
@@ -333,7 +340,8 @@ def inference(wrapped):
     modes = {module: module.training for module in wrapped.modules()}
     wrapped.eval()
     try:
-        with torch.no_grad():
+        # Even inside of inference_mode, whose gathered copies the next backward could not use.
+        with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         for module, training in modes.items():

@@ -127,6 +127,7 @@ def describe(cfg, model, batches, source, world):
     yield (
         f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
         f"{world.device.type}, {cfg.dtype}, {samples * cfg.sizes.block_size:,} tokens per step, "
+        f"{samples // cfg.batch_size // world.size} x {cfg.batch_size} sequences of a rank, "
         f"{', '.join(epochs)}")
     for name, _, part in batches.parts:
         train, val = part.files["train"], part.files["val"]
@@ -154,6 +155,10 @@ def describe(cfg, model, batches, source, world):
             f"learning rate is min_lr={cfg.min_lr}")
 
 
+def perplexity(loss):
+    return math.exp(min(loss, 700))  # exp overflows from 710 on
+
+
 class Log:
     def __init__(self, cfg, world, out_dir, run_id, step, flops=0):
         self.max_iters = cfg.max_iters
@@ -162,12 +167,12 @@ class Log:
         self.next_step = step
         self.save = NO_SAVE
         self.started = self.since = time.time()
+        self.paused_s = 0.0  # in evaluations and saves
         self.tokens = tokens_per_step(cfg)
+        self.samples = cfg.gradient_accumulation_steps * cfg.batch_size
         self.peak_flops = peak_flops(world.device)
         self.flops = flops
-        if world.device.type == "cuda":
-            # The peak of a step, without that of building the model.
-            torch.cuda.reset_peak_memory_stats(world.device)
+        self.reset_peak()  # without that of building the model
         self.file = self.wandb = self.tensorboard = None
         if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
             return
@@ -176,6 +181,8 @@ class Log:
             f.seek(0)
             f.truncate(f.read().rfind(b"\n") + 1)
         self.file = open(path, "a")
+        config = dict(run=run_id, iter=step, time=self.started, config=as_dict(cfg))
+        print(json.dumps(config), file=self.file, flush=True)
         if cfg.wandb_log:
             self.wandb = package("wandb", "wandb_log=True").init(
                 project=cfg.wandb_project,
@@ -197,6 +204,13 @@ class Log:
         start = time.time()
         yield
         self.since += time.time() - start
+        self.paused_s += time.time() - start
+        self.reset_peak()
+
+    def reset_peak(self):
+        """Let the peak be that of the steps to come."""
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
 
     def step(self, step, loss, norm, optimizer, scaler, batches):
         """Log this step's numbers, and the mean time of a step since the last call (all ranks)."""
@@ -233,10 +247,16 @@ class Log:
             f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {tokens_per_s:,.0f} tok/s, "
             f"norm {norm:.2f}, data {data_ms:.2f}ms, mem {memory / 2**30:.2f}GiB{more}, "
             f"{minutes_left:.1f}m left")
+        windows = sum(len(part.files["train"]) for _, _, part in batches.parts)
         self.write(dict(
             iter=step,
+            time=now,  # Unix seconds
             loss=loss,
-            grad_norm=norm,
+            perplexity=perplexity(loss),
+            grad_norm=norm if math.isfinite(norm) else None,  # JSON has no NaN
+            epoch=(step + 1) * self.samples / windows,
+            sequences_per_step=self.samples,
+            tokens_per_step=self.tokens,
             lr=optimizer.param_groups[0]["lr"],
             time_ms=seconds * 1000,
             data_ms=data_ms,
@@ -246,21 +266,23 @@ class Log:
             peak_memory=memory,
             **on_gpu,
             wall_s=now - self.started,
+            train_s=now - self.started - self.paused_s,
             **self.save,
         ))
         self.save = NO_SAVE
+        self.reset_peak()
 
     def evaluation(self, step, losses):
         """losses: as train.evaluate returns them."""
         val = losses["val"]
         line = f"step {step}: train loss {losses['train']:.4f}, val loss {val:.4f}"
-        row = dict(iter=step)
+        row = dict(iter=step, time=time.time())
         for key, loss in losses.items():
             split, slash, name = key.partition("/")
             row[f"{split}_loss{slash}{name}"] = loss
             if name and split == "val":
                 line += f", of {name} {loss:.4f}"
-        row["val_perplexity"] = math.exp(min(val, 700))  # exp overflows from 710 on
+        row["val_perplexity"] = perplexity(val)
         print0(self.world, line)
         self.write(row)
 
@@ -283,5 +305,6 @@ class Log:
             self.tensorboard.flush()
 
     def close(self):
+        print0(self.world, f"done in {time.time() - self.started:.0f} s")
         if self.wandb:
             self.wandb.finish()

@@ -24,7 +24,9 @@ if "WORLD_SIZE" not in os.environ:
 size = int(os.environ["WORLD_SIZE"])
 if 12 % size:
     raise SystemExit(f"{size} processes cannot share 12 samples: take 1, 2, 3, 4, 6 or 12")
-device = "cuda" if torch.cuda.device_count() >= size else "cpu"
+local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+can_use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+device = "cuda" if can_use_gpus else "cpu"
 if device == "cpu":
     dist.init_process_group("gloo")  # else NCCL, which refuses two ranks on one GPU
 mesh = dist.init_device_mesh(device, (size,))
@@ -103,5 +105,5 @@ for name, p in model.state_dict().items():
         state[name] = full.cpu()
 if rank == 0:
     torch.save(state, "out-minimal.pt")
-dist.barrier(device_ids=[rank] if device == "cuda" else None)
+dist.barrier(device_ids=[local_rank] if device == "cuda" else None)
 os._exit(0)  # gloo's threads abort one normal exit in ten: see ranks.leave

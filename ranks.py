@@ -44,13 +44,14 @@ def setup(device, backend, cpu_offload=0.0):
     """
     env = os.environ
     local_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-    if cpu_offload:  # torchrun gives each process one thread
+    # torchrun gives each process one thread, unless somebody has set another number.
+    if cpu_offload and env.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, usable_cores() // local_size))
     if "RANK" not in env:
         return World(device=pick_device(device))
     rank = int(env["RANK"])
     size = int(env["WORLD_SIZE"])
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     one_node = size == local_size  # so all ranks count the same GPUs
     too_few_gpus = 0 < gpus < size
     if device == "auto" and one_node and too_few_gpus:
@@ -128,14 +129,20 @@ def pick_device(name, local_rank=None):
             name = "cuda"
         elif has_mps and local_rank is None:
             name = "mps"
+        elif is_first and torch.cuda.device_count():  # the driver counts them
+            print("device=auto: GPUs are here, but this PyTorch cannot use them; see "
+                  "docs/troubleshooting.md")
     kind, _, index = name.partition(":")
     if kind == "cuda":
         index = int(index or 0) if local_rank is None else local_rank
-        count = torch.cuda.device_count()
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if index >= count:
             raise SystemExit(
-                f"device={name}: this machine has {count} GPUs; use --device=cpu, or fewer "
+                f"device={name}: this PyTorch can use {count} GPUs here; use --device=cpu, or fewer "
                 "processes a node")
+        # Against fragmentation, unless somebody has set the allocator's options.
+        if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(index)  # before anything else, or every rank starts on GPU 0
         return torch.device("cuda", index)
     if kind == "mps" and not has_mps:

@@ -146,6 +146,7 @@ def prompt(start):
 
 def main(argv):
     args = arguments(argv)
+    sys.stdout.reconfigure(errors="replace")  # for a terminal that is not UTF-8
     keys = ("init_from", "out_dir", "device", "dtype")
     flags = [f"--{key}={getattr(args, key)}" for key in keys]
     cfg = load_config(["--compile=False", *flags])

@@ -541,6 +541,40 @@ def case_late_parameter():
     assert_exact(sharded(net()), net())
 
 
+@row("`torch.inference_mode()` around an evaluation")
+def case_inference_mode():
+    model = sharded(Net())
+    with torch.inference_mode():
+        model(inputs(0))
+    with says("Inplace update to inference tensor"):
+        backward(model)
+    model = sharded(Net())
+    with torch.inference_mode(), fsdp.inference(model):
+        model(inputs(0))
+    assert_exact(model, Net())
+
+
+@row("`torch.compile(model)`, or another wrapper")
+def case_wrapper():
+    model = sharded(Net())
+    wrapped = torch.compile(model, backend="eager")
+    fsdp.set_grad_sync(wrapped, False, every=False)
+    square(wrapped, inputs(dist.get_rank())).backward()
+    assert model.head.weight.grad is None  # not reduced yet
+    fsdp.set_grad_sync(wrapped, True, every=False)
+    square(wrapped, inputs(dist.get_rank())).backward()
+    plain = Net()
+    for rank in range(2):
+        square(plain, inputs(rank)).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    assert abs(fsdp.clip_grad_norm(wrapped, 1.0) - norm) < 1e-4 * norm
+    with fsdp.autocast(wrapped, "cpu", torch.bfloat16):
+        assert not torch.is_autocast_enabled("cpu")
+    with fsdp.inference(wrapped):
+        wrapped(inputs(0))
+    assert all(isinstance(p, fsdp.DTensor) for p in model.parameters())
+
+
 @row("an optimizer made before `shard`")
 def case_early_optimizer():
     model = Net()
