@@ -138,8 +138,8 @@ def pick_device(name, local_rank=None):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if index >= count:
             raise SystemExit(
-                f"device={name}: this PyTorch can use {count} GPUs here; use --device=cpu, or fewer "
-                "processes a node")
+                f"device={name}: this PyTorch can use {count} GPUs here; use --device=cpu, or "
+                "fewer processes a node")
         # Against fragmentation, unless somebody has set the allocator's options.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -126,21 +126,22 @@ def parallelize(model, cfg, world):
         offload_to_host=cfg.activation_offload,
         pin_memory=world.device.type == "cuda",
     )
+    if cfg.compile and cfg.strategy != "single":
+        # Block by block: FSDP2's hooks would break up a graph of the whole model, and DDP would
+        # cut it at its buckets, inside of blocks.
+        torch._dynamo.config.optimize_ddp = False
+        activations.compile_blocks(model.blocks)
+        if hasattr(model, "head_loss"):
+            model.head_loss = torch.compile(model.head_loss, dynamic=False)
     if is_sharded:
-        if cfg.compile:
-            # Block by block: FSDP's hooks would break up a graph of the whole model.
-            activations.compile_blocks(model.blocks)
-            if hasattr(model, "head_loss"):
-                model.head_loss = torch.compile(model.head_loss, dynamic=False)
         shard_model(model, cfg, world)
         return model
     fsdp.allocate(model, world.device)
-    wrapped = model
     if cfg.strategy == "ddp":
-        wrapped = fsdp.replicate(model)
+        return fsdp.replicate(model)
     if cfg.compile:
-        wrapped.compile(dynamic=False)  # with DDP, at whose buckets the graph is then cut
-    return wrapped
+        model.compile(dynamic=False)
+    return model
 
 
 def shard_model(model, cfg, world):
