@@ -609,11 +609,13 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
         json.dump({"vocab_size": vocab, **meta}, f)
 
 
-def log_step(log, step, loss=4.0, seconds=0.0):
+def log_step(log, step, loss=4.0, norm=1.0, seconds=0.0):
     """What train.train logs of a step. seconds: that it has waited for its batches."""
     optimizer = types.SimpleNamespace(param_groups=[dict(lr=1e-3)])
     scaler = LossScaler(types.SimpleNamespace(dtype="float32"))
-    log.step(step, loss, 1.0, optimizer, scaler, types.SimpleNamespace(seconds=seconds))
+    part = types.SimpleNamespace(files=dict(train=range(337)))  # the toy data's windows
+    batches = types.SimpleNamespace(seconds=seconds, parts=[("toy", 1.0, part)])
+    log.step(step, loss, norm, optimizer, scaler, batches)
 
 
 def read_metrics(out):
@@ -624,6 +626,8 @@ def read_metrics(out):
     rows = []
     with open(os.path.join(out, "metrics.jsonl")) as f:
         for row in map(json.loads, f):
+            if "config" in row:  # a start's
+                continue
             rows = [earlier for earlier in rows if place(earlier) < place(row)] + [row]
     return rows
 

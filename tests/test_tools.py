@@ -161,11 +161,44 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     assert evaluated["val_perplexity"] == pytest.approx(math.exp(val_loss))
     assert {"run", "iter", "loss", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
             "peak_memory", "valley_memory", "peak_reserved", "free_memory", "alloc_retries",
-            "time_ms", "data_ms",
-            "save_s", "save_blocked_s", "wall_s"} == first.keys()
+            "time_ms", "data_ms", "perplexity", "epoch", "sequences_per_step", "tokens_per_step",
+            "time", "train_s", "save_s", "save_blocked_s", "wall_s"} == first.keys()
     assert first["lr"] == TINY["learning_rate"]
     assert 0 < first["data_ms"] < first["time_ms"] and first["peak_reserved"] is None
     assert first["peak_memory"] > 2**26  # bytes: PyTorch alone is more than 64 MiB
+    assert first["perplexity"] == pytest.approx(math.exp(first["loss"]))
+    assert first["epoch"] == pytest.approx(24 / 337)
+    assert (first["sequences_per_step"], first["tokens_per_step"]) == (24, 384)
+    assert 0 < first["train_s"] < first["wall_s"]  # without the first evaluation
+    config, *_ = map(json.loads, open(os.path.join(tmp, "metrics", "metrics.jsonl")))
+    assert config["config"]["n_embd"] == TINY["n_embd"] and config["iter"] == 0
+    assert "12 x 2 sequences of a rank" in said and re.search(r"^done in \d+ s$", said, re.M)
+    assert said.startswith("drawing initial values")
+
+
+def test_tools_a_norm_that_is_not_finite_is_null_in_json(tmp, tmp_path):
+    log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
+    log_step(log, 0, norm=math.nan)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert '"grad_norm": null' in text and "NaN" not in text
+
+
+def test_tools_a_gpus_peak_is_of_the_steps_since_the_last_line(tmp, tmp_path, monkeypatch):
+    """Neither an evaluation nor a save counts."""
+    resets = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(
+        metrics, "gpu_memory", lambda device: dict(valley=0, reserved=0, free=0, retries=0))
+    monkeypatch.setattr(metrics, "peak_memory", lambda device: 2**30)
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: None)
+    log = metrics.Log(tiny(tmp), World(device=torch.device("cuda")), str(tmp_path), "the-id", 0)
+    assert len(resets) == 1
+    log_step(log, 0)
+    assert len(resets) == 2
+    with log.paused():
+        pass
+    assert len(resets) == 3
 
 
 def plain_flops(frozen=0, unreached=0):
@@ -233,6 +266,7 @@ def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatc
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(metrics, "peak_memory", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
     log.world = World(device=torch.device("cuda"))
     log_step(log, 0)
@@ -308,8 +342,9 @@ def test_tools_metrics_are_there_at_once_and_a_resumed_run_appends(tmp, tmp_path
         log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", step)
         log.write(dict(iter=step, loss=1.0))
         log.evaluation(step + 1, dict(train=2.0, val=1000.0))
-        rows += [dict(run="the-id", iter=step, loss=1.0), dict(
-            run="the-id", iter=step + 1, train_loss=2.0, val_loss=1000.0,
+        rows += [dict(iter=step), dict(iter=step, loss=1.0), dict(
+            iter=step + 1, train_loss=2.0, val_loss=1000.0,
             val_perplexity=math.exp(700))]  # larger ones have no float
-        text = (tmp_path / "metrics.jsonl").read_text()
-        assert [json.loads(line) for line in text.splitlines()] == rows
+        found = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        own = ("run", "time", "config")
+        assert [{k: v for k, v in row.items() if k not in own} for row in found] == rows
