@@ -316,8 +316,9 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
             grad = p.grad.to_local() if is_sharded else p.grad
             grads[grad.device].append(grad)
 
-    mesh = p.device_mesh if is_sharded else None
-    square = torch.zeros((), device=mesh.device_type if is_sharded else p.device)
+    first = next(wrapped.parameters())
+    mesh = first.device_mesh if is_sharded else None
+    square = torch.zeros((), device=mesh.device_type if is_sharded else first.device)
     for there in grads.values():
         square += torch.nn.utils.get_total_norm(there).to(square.device) ** 2
     if is_sharded:
