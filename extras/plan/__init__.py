@@ -8,6 +8,7 @@ Predict a config's memory, traffic and time per step, on GPUs that you need not 
         --tokens=1e11
     python -m extras.plan extras/config/llama2_7b.py --world_size=8 --gpu=H100 --plot=memory.png
     python -m extras.plan config/quickstart.py --world_size=2 --strategy=full_shard --events
+    python -m extras.plan extras/config/llama2_7b.py --world_size=8 --units
 
 Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, as
 rank 0 of that many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers,
@@ -29,7 +30,7 @@ import torch
 from configurator import STRATEGIES, load_config, resolve
 from extras.plan import timing
 from extras.plan.picture import check_plot, draw, print_events
-from extras.plan.rehearse import KINDS, rehearse
+from extras.plan.rehearse import KINDS, rehearse, wrapped_text
 from fsdp import find_units
 from metrics import flops_per_token
 from ranks import World
@@ -196,6 +197,8 @@ def parse(argv):
         help="draw a step's memory and streams (with --gpu); .svg, .pdf too")
     add("--events", choices=("folded", "all"),
         help="print the step's events, in order; =all: every block's")
+    add("--units", action="store_true", default=None,
+        help="print the model as FSDP2 wraps it, instead of a plan: each class FSDP... is a unit")
     times = parser.add_argument_group("how long it takes")
     add = times.add_argument
     add("--gpu", type=timing.find_gpu, default=timing.this_gpu(), metavar="NAME",
@@ -308,6 +311,11 @@ def main(argv):
         f"planned with gradient_accumulation_steps={steps}{instead}, a multiple of {size}: "
         f"{steps // size} x batch_size {cfg.batch_size} x {cfg.sizes.block_size:,} tokens per GPU "
         "and step")
+    if machine.units:
+        if not STRATEGIES[placed.strategy].sharded:
+            raise SystemExit(f"--units: strategy={placed.strategy} has none; pass full_shard")
+        print(wrapped_text(*todo[-1]))
+        return []
     if machine.cluster:
         machine.flops_per_token = flops_per_token(model, World())
         machine.cluster = replace(machine.cluster, compiled=cfg.compile)

@@ -68,6 +68,26 @@ def rehearse(cfg, world, attention="flash2"):
     rehearsed = min(micro_batches, 3 if cfg.grad_sync == "last" else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
 
+    with parallelized(cfg, world, attention) as (wrapped, model, world, fake, ledger):
+        with fake, ledger:
+            timeline, marks = step(wrapped, model, cfg, world, ledger)
+
+    for event in ledger.events:
+        if event.micro_batch == rehearsed - 1:  # it stands for those left out, too
+            event.times += micro_batches - rehearsed
+    return timeline, marks, ledger.events, ledger.program
+
+
+def wrapped_text(cfg, world):
+    """The model as PyTorch prints it once it is wrapped: the class of a unit begins with FSDP."""
+    with parallelized(cfg, world) as (wrapped, *_):
+        return str(wrapped)
+
+
+@contextmanager
+def parallelized(cfg, world, attention="flash2"):
+    """What rank 0 has before its first step: (the module to call, the model in it, its World, the
+    mode of its fake tensors, their ledger)."""
     on_gpu = world.device.type == "cuda"
     ledger = Ledger(pins_host_memory=on_gpu)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -78,15 +98,9 @@ def rehearse(cfg, world, attention="flash2"):
             model = train.meta_model(cfg)
             ledger.unit_names = name_units(model)
             wrapped = train.parallelize(model, cfg, world)
-            with fake, ledger:
-                timeline, marks = step(wrapped, model, cfg, world, ledger)
+            yield wrapped, model, world, fake, ledger
     finally:
         dist.destroy_process_group()
-
-    for event in ledger.events:
-        if event.micro_batch == rehearsed - 1:  # it stands for those left out, too
-            event.times += micro_batches - rehearsed
-    return timeline, marks, ledger.events, ledger.program
 
 
 def step(wrapped, model, cfg, world, ledger):

@@ -771,6 +771,21 @@ def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, ho
     assert last in lines[-1]
 
 
+@pytest.mark.parametrize("config, units", [("llama2_7b", 34), ("llama2_70b", 322)])
+def test_plan_units_prints_the_model_as_fsdp2_wraps_it(capsys, config, units):
+    """With units by size: as many as in LambdaLabs' guide, the root not among them."""
+    path = os.path.join(HERE, "extras/config", f"{config}.py")
+    flags = ["--world_size=8", "--wrap_min_params=100000000"]
+    assert plan.main([path, *flags, "--units"]) == []
+    said = capsys.readouterr().out
+    assert f"; {units} units and the root; model.embed_tokens has" in said
+    layers, block = re.search(r"(\d+) x Block\(\n(.*?)^      \)", said, re.M | re.S).groups()
+    outside = said.replace(block, "").count("FSDP")  # the root is one of them
+    assert outside - 1 + int(layers) * block.count("FSDP") == units
+    assert "--units: strategy=ddp has none" in refused(
+        plan.main, [path, flags[0], "--units", "--strategy=ddp", "--cpu_offload=0.0"])
+
+
 def test_plan_units_may_be_none(capsys):
     """Where --wrap_min_params is more than any module has, all is the root. The one strategy that
     is given is rehearsed alone."""
