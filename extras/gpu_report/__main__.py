@@ -129,7 +129,10 @@ def main(argv):
     machine = this_machine()
     n = len(machine["gpus"])
     report = opened(own, machine)
-    table = {row.name: row for row in rows(n, own.tiny, machine["simulated"], own.nanogpt)}
+    smallest = min(machine["gpus"], key=lambda gpu: gpu["memory"])
+    all_rows = rows(
+        n, own.tiny, machine["simulated"], own.nanogpt, smallest, machine["versions"]["torchao"])
+    table = {row.name: row for row in all_rows}
     chosen = [name.strip() for name in own.rows.split(",") if name]
     for name in chosen:
         if name not in table:
@@ -174,11 +177,10 @@ def main(argv):
 
     processes = min(4, max(1, machine["cores"] // 2))
     spawn = multiprocessing.get_context("spawn")  # CUDA allows no fork
-    smallest = min(machine["gpus"], key=lambda gpu: gpu["memory"])
     with futures.ProcessPoolExecutor(processes, spawn, predict.begin) as planners:
         plans = {}
         for row in todo:
-            keys = row.keys or table["1B uncompiled"].keys * row.trains_1b
+            keys = row.keys or (row.trains and table[row.trains].keys)
             if keys and not row.needs:
                 more = ["--attention=flash2"] if row.env and "SDPA" in row.env[0][0] else []
                 plans[row.name] = planners.submit(

@@ -10,6 +10,12 @@ from extras.gpu_report import programs
 GPT2 = ["config/train_gpt2.py", "--batch_size=12", "--dtype=bfloat16"]
 XL = ["config/train_gpt2_xl.py", "--batch_size=4", "--dtype=bfloat16"]
 LLAMA_1B = ["extras/config/llama_1b.py", "--dtype=bfloat16"]
+# Where 1B does not fit: GPT-2 medium.
+GPT2_350M = [
+    "config/train_gpt2.py", "--n_layer=24", "--n_head=16", "--n_embd=1024", "--batch_size=8",
+    "--loss_chunks=8", "--dtype=bfloat16"]
+FITS_1B = 54e9  # bytes of a GPU: `single` uncompiled takes 45.4 GiB by the plan, and a tenth stays
+FITS_FLOAT8 = 8.9  # compute capability
 LLAMA_8B = [
     "extras/config/llama3_8b.py", "--batch_size=1", "--block_size=2048", "--dtype=bfloat16",
     "--lora_rank=16", "--frozen_dtype=bfloat16"]
@@ -31,12 +37,22 @@ class Row:
     env: tuple = ()  # of (name, value)
     program: object = None  # a function of programs.py, instead of a step
     matters: bool = False  # it is among the first rows of the report
-    trains_1b: bool = False  # a program that needs the memory of 1B
+    trains: str = ""  # the row whose memory a program needs
     needs: str = ""  # why this machine cannot run it
 
+    @property
+    def is_compiled(self):
+        return bool(self.keys) and "--compile=False" not in self.keys
 
-def rows(n, tiny, simulated, nanogpt):
-    """The rows for a machine of n GPUs. nanogpt: its directory, or ""."""
+
+def rows(n, tiny, simulated, nanogpt, gpu=None, torchao="some"):
+    """The rows for a machine of n GPUs. nanogpt: its directory, or "". gpu: machine.py's row of
+    the smallest GPU. torchao: its version, or None."""
+    gpu = gpu or dict(memory=80e9, capability="9.0")
+    size, base = ("1B", LLAMA_1B) if gpu["memory"] >= FITS_1B else ("350M", GPT2_350M)
+    no_float8 = "" if torchao else "it takes torchao: pip install torchao"
+    if float(gpu["capability"]) < FITS_FLOAT8:
+        no_float8 = f"float8 takes compute capability 8.9; this GPU has {gpu['capability']}"
 
     def step(name, proves, keys, *more, gpus=1, seconds=60, **options):
         keys = [*keys, f"--gradient_accumulation_steps={gpus}", *more]
@@ -53,8 +69,8 @@ def rows(n, tiny, simulated, nanogpt):
         return step(name, proves, keys, "--strategy=single", *more, **options)
 
     def sharded(name, proves, *more, **options):
-        return step(name, proves, LLAMA_1B, "--strategy=full_shard", *more, gpus=n, seconds=90,
-                    **options)
+        return step(f"{size} {name}", proves, base, "--strategy=full_shard", *more, gpus=n,
+                    seconds=90, **options)
 
     def other(name, proves, gpus, seconds, program, **options):
         return Row(name, proves, gpus, seconds, program=program, **options)
@@ -73,44 +89,48 @@ def rows(n, tiny, simulated, nanogpt):
             uncompiled, matters=True),
         other("124M beside nanoGPT", "target: 1.03 x its tokens/s", 1, 240, programs.nanogpt,
               needs="" if nanogpt else "pass --nanogpt=DIR"),
-        sharded("1B full_shard", "speed, and the share of the gathers that is hidden", trace=True,
+        sharded("full_shard", "speed, and the share of the gathers that is hidden", trace=True,
                 matters=True),
-        step("1B ddp", "the control", LLAMA_1B, "--strategy=ddp", gpus=n, seconds=150, needs=two),
-        step("1B shard_grad_op", "ZeRO-2", LLAMA_1B, "--strategy=shard_grad_op", gpus=n,
+        step(f"{size} ddp", "the control", base, "--strategy=ddp", gpus=n, seconds=150, needs=two),
+        step(f"{size} shard_grad_op", "ZeRO-2", base, "--strategy=shard_grad_op", gpus=n,
              trace=True, needs=two),
-        step("1B hybrid_shard", "two groups", LLAMA_1B, "--strategy=hybrid_shard", halves, gpus=n,
+        step(f"{size} hybrid_shard", "two groups", base, "--strategy=hybrid_shard", halves, gpus=n,
              needs=two or even),
-        one("1B single", "what one GPU does alone", LLAMA_1B, seconds=150),
+        one(f"{size} single", "what one GPU does alone", base, seconds=150),
         other("a rank is killed", "all restart, and end with the same losses", pair, 120,
               programs.killed, matters=True, needs=two),
         other("tests", "python -m pytest -k cuda: what is promised", n, 300, programs.tests,
               matters=True),
-        one("XL single", "of the next row", XL, seconds=240),  # a minute or more to compile
-        step("XL full_shard on one rank", "target: 1.10 x the time of XL single", XL,
+        # Not compiled: as one graph of 48 blocks it was still compiling when an H100's time was up.
+        one("XL single", "of the next row", XL, uncompiled, seconds=120),
+        step("XL full_shard uncompiled", "target: 1.10 x the time of XL single", XL,
+             "--strategy=full_shard", uncompiled, seconds=120),
+        step("XL full_shard on one rank", "what compiling by block saves", XL,
              "--strategy=full_shard", seconds=120),
-        sharded("1B uncompiled", "peak beside the plan's", uncompiled),
-        sharded("1B selective", "checkpointing", uncompiled,
+        sharded("uncompiled", "peak beside the plan's", uncompiled),
+        sharded("selective", "checkpointing", uncompiled,
                 "--activation_checkpointing=selective"),
-        sharded("1B full", "checkpointing", uncompiled, "--activation_checkpointing=full"),
-        sharded("1B full and activations offloaded", "an estimated 10 to 15% slower", uncompiled,
+        sharded("full", "checkpointing", uncompiled, "--activation_checkpointing=full"),
+        sharded("full and activations offloaded", "an estimated 10 to 15% slower", uncompiled,
                 "--activation_checkpointing=full", "--activation_offload=True"),
-        sharded("1B cpu_offload=0.5", "PCIe, and the CPU's update", uncompiled,
+        sharded("cpu_offload=0.5", "PCIe, and the CPU's update", uncompiled,
                 "--cpu_offload=0.5"),
-        sharded("1B loss_chunks=0", "what chunks of the loss save", uncompiled, "--loss_chunks=0"),
-        sharded("1B prefetch_blocks=1", "whether gathers are hidden better", uncompiled,
+        sharded("loss_chunks=0", "what chunks of the loss save", uncompiled, "--loss_chunks=0"),
+        sharded("prefetch_blocks=1", "whether gathers are hidden better", uncompiled,
                 "--prefetch_blocks=1", trace=True),
         one("124M float16", "loss scaling", GPT2, uncompiled, "--dtype=float16"),
-        one("XL float8", "against XL single", XL, "--dtype=float8", seconds=240),
-        sharded("1B Muon", "its step, and NCCL's memory for all-to-all", uncompiled,
+        step("XL float8", "against XL full_shard on one rank", XL, "--strategy=full_shard",
+             "--dtype=float8", seconds=240, needs=no_float8),
+        sharded("Muon", "its step, and NCCL's memory for all-to-all", uncompiled,
                 "--optimizer=muon"),
         step("8B LoRA", "a made base in bf16", LLAMA_8B, uncompiled, "--strategy=full_shard",
              gpus=n, seconds=120),
         other("a full save", "seconds, and seconds in which it blocked training", n, 120,
-              programs.full_save, trains_1b=True),
-        other("a sharded save", "the same", n, 120, programs.sharded_save, trains_1b=True,
-              needs=two),
+              programs.full_save, trains=f"{size} uncompiled"),
+        other("a sharded save", "the same", n, 120, programs.sharded_save,
+              trains=f"{size} uncompiled", needs=two),
         one("124M with flash attention", "beside cuDNN's, in 124M", GPT2, uncompiled, env=flash),
-        step("1B hybrid_shard with the first NCCL", "TORCH_DIST_USE_NCCL2=0", LLAMA_1B,
+        step(f"{size} hybrid_shard with the first NCCL", "TORCH_DIST_USE_NCCL2=0", base,
              "--strategy=hybrid_shard", halves, gpus=n, env=first_nccl, needs=two or even),
         other("rates", "products, memory, network and host by themselves", n, 60, programs.rates),
     ]

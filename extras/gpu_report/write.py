@@ -40,7 +40,8 @@ def page(report, table):
         "",
         f"{gpus[0]['memory'] / GIB:.0f} GiB per GPU, {machine['cores']} cores, "
         f"{machine['host_memory'] / GIB:.0f} GiB of host memory; {', '.join(versions)}.",
-        f"Memory is in {'MiB' if unit is MIB else 'GiB'}; ratios are measured / planned.",
+        f"Memory is in {'MiB' if unit is MIB else 'GiB'}; ratios are measured / planned. Compiling "
+        "saves memory that the plan does not know of, so peaks of compiled rows have no ratio.",
         "",
     ]
     if report["tiny"]:
@@ -75,13 +76,16 @@ def step_line(row, kept, unit):
     speed = measured.get("tok/s")
     mfu = measured.get("MFU")
     hidden = measured.get("gathers_hidden")
+    peaks = beside(measured["peak"], predicted.get("peak"), unit)
+    if row.is_compiled:
+        peaks[2] = ""
     cells = [
         row.name,
         row.gpus,
         *beside(measured["seconds"], predicted.get("seconds"), 1e-3),
         f"{speed:,.0f}" if speed else "",
         f"{mfu:.1%}" if mfu else "",
-        *beside(measured["peak"], predicted.get("peak"), unit),
+        *peaks,
         *beside(measured["valley"], predicted.get("valley"), unit)[:2],
         share(hidden) if row.trace else "",
     ]
@@ -126,7 +130,7 @@ def outside(rows, unit):
     said = []
     for row, kept in rows:
         found = kept.get("measured") or {}
-        if row.name in ("1B uncompiled", "1B Muon") and "outside_after" in found:
+        if row.name.endswith((" uncompiled", " Muon")) and "outside_after" in found:
             phases = [
                 f"{found[f'outside_{when}'] / unit:,.2f}" for when in ("before", "built", "after")]
             said.append(f"{row.name} {' / '.join(phases)}")

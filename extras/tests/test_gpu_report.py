@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import HERE, cannot_simulate, refused, usual_signals
 
 from extras.gpu_report import __main__ as gpu_report
-from extras.gpu_report import programs, write
+from extras.gpu_report import predict, programs, write
 from extras.gpu_report.rows import Row, rows
 from extras.gpu_report.work import Setting, Work, children
 
@@ -211,8 +212,64 @@ def test_gpu_report_has_a_row_for_all_that_is_asked_for():
     eight = rows(8, tiny=False, simulated=False, nanogpt="")
     assert all(row.gpus in (1, 2, 8) for row in eight)
     assert [row.name for row in eight if row.needs] == ["124M beside nanoGPT"]
+    assert {row.name: row for row in eight}["XL float8"].needs == ""
     seven = {row.name: row for row in rows(7, tiny=False, simulated=False, nanogpt="")}
     assert "even number" in seven["1B hybrid_shard"].needs
+
+
+def test_gpu_report_of_older_and_smaller_gpus_says_what_they_lack():
+    def table(memory, capability, torchao="0.17"):
+        gpu = dict(memory=memory * 2**30, capability=capability)
+        return {row.name: row for row in rows(1, False, False, "", gpu, torchao)}
+
+    assert "this GPU has 8.0" in table(80, "8.0")["XL float8"].needs
+    assert "torchao" in table(80, "9.0", torchao=None)["XL float8"].needs
+    assert table(80, "9.0")["XL float8"].needs == "" and "350M full_shard" not in table(80, "9.0")
+    small = table(24, "8.9")
+    assert not any(name.startswith("1B") for name in small)
+    assert small["a full save"].trains in small
+    assert len(small) == len(table(80, "9.0"))
+
+
+@pytest.mark.parametrize("name", ["350M full_shard", "350M single", "350M loss_chunks=0"])
+def test_gpu_report_rows_of_24_gib_fit(tmp_path, name):
+    gpu = dict(name="NVIDIA L4", memory=23 * 2**30, capability="8.9")
+    row = {row.name: row for row in rows(1, False, False, "", gpu)}[name]
+    predict.make_data(tmp_path / "data", vocab_size=50257)
+    found = predict.step(row.keys, 1, gpu, 1, tmp_path)
+    assert 10 * 2**30 < found["peak"] < 0.9 * gpu["memory"]
+
+
+def test_gpu_report_of_a_compiled_row_has_no_ratio_of_peaks():
+    measured = dict(seconds=1.0, peak=3.0, valley=1.0)
+    kept = dict(measured=measured, predicted=dict(seconds=2.0, peak=2.0, valley=1.0))
+    ratios = []
+    for name in ("124M", "124M compiled"):
+        row = {row.name: row for row in rows(1, False, False, "")}[name]
+        ratios.append(write.step_line(row, kept, 1.0).count("1.50"))
+    assert ratios == [1, 0]
+
+
+def test_gpu_report_without_pytest_has_no_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "find_spec", lambda name: None)
+    kept = taken(tmp_path, programs.tests)
+    assert kept["status"] == "not here" and "pytest" in kept["reason"]
+
+
+def test_gpu_report_beside_nanogpt_does_not_clip():
+    """Its bench.py does not."""
+    asked = []
+
+    def step(keys, steps):
+        asked.append(keys)
+        return dict(seconds=0.02)
+
+    work = SimpleNamespace(
+        tiny=True, nanogpt="", keys_of=lambda name: ["--batch_size=12"], step=step,
+        call=lambda *argv, cwd: "time per iteration: 30.0ms")
+    measured, _ = programs.nanogpt(work)
+    assert measured["ratio"] == pytest.approx(1.5)
+    assert asked == [["--batch_size=12", "--grad_clip=0"]]
 
 
 def test_gpu_report_reads_what_programs_print():
