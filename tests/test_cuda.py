@@ -277,10 +277,10 @@ def test_cuda_pause_of_the_log_begins_when_what_is_queued_is_done(tmp, monkeypat
 
     monkeypatch.setattr(metrics.time, "time", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: None)
     for device, seconds in ((CUDA, 41), (torch.device("cpu"), 1)):
-        with (patch.object(torch.cuda, "reset_peak_memory_stats"),
-              patch.object(metrics, "peak_flops", lambda device: None)):
-            log = metrics.Log(tiny(tmp), ranks.World(device=device), "", None, 0)
+        log = metrics.Log(tiny(tmp), ranks.World(device=device), "", None, 0)
         clock[0] += 1
         with log.paused():
             clock[0] += 100
