@@ -15,8 +15,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import HERE, on_ranks, shell, values
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
 import checks
@@ -374,6 +377,87 @@ def test_alone_allocate_keeps_values_and_ties():
         fsdp.allocate(model, "cuda")  # which need not be there
     everything = (*model.parameters(), *model.buffers())
     assert moved == [[id(t), "cuda"] for t in everything]
+
+
+def case_last_block_kept():
+    """All-gathers of a step, without and with the last block kept from forward to backward."""
+    counts = []
+    for keeps in (False, True):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        fsdp.shard(model, list(model)[:3], fsdp.make_mesh("cpu"))
+        if keeps:
+            model[2].set_reshard_after_forward(False)
+        with CommDebugMode() as counter:
+            model(torch.ones(2, 8)).sum().backward()
+        counts.append(counter.get_comm_counts()[torch.ops.c10d._allgather_base_])
+    return counts
+
+
+def test_alone_last_block_kept_spares_one_gather():
+    """docs/fsdp.md has what that buys."""
+    assert values(on_ranks(2, {"": (case_last_block_kept, {})}), "") == [[7, 6]] * 2
+
+
+def case_8_bits():
+    """Two steps of a model whose weights are gathered in 8 bits; what was gathered, and used."""
+    scope = {}
+    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+        section = re.search(r"### Gathering in another form\n(.*?)\n## ", f.read(), re.S)[1]
+    exec(re.search(r"```python\n(.*?)```", section, re.S)[1], scope)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False))
+    plain = copy.deepcopy(model)
+    for layer in model:
+        layer.weight = nn.Parameter(scope["In8Bits"](layer.weight.detach()))
+    fsdp.shard(model, list(model), fsdp.make_mesh("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    others = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    used = []
+
+    def note(layer, args):
+        used.append(layer.weight.detach().clone())
+
+    model[0].register_forward_pre_hook(note)
+    sent = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "_allgather_base_" in str(op):
+                sent.append(args[1].nbytes)
+            return op(*args, **(kwargs or {}))
+
+    losses = []
+    for step in range(2):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        expected = plain[0].weight.detach().clone()
+        with Watch():
+            loss = model(x.chunk(2)[dist.get_rank()]).square().mean()
+            loss.backward()
+        theirs = plain(x).square().mean()
+        theirs.backward()
+        for one in (optimizer, others):
+            one.step()
+            one.zero_grad()
+        dist.all_reduce(loss.detach_())
+        losses.append((loss.item() / 2, theirs.item()))
+        scales = expected.abs().amax(1, keepdim=True) / 127
+        if step == 0:
+            torch.testing.assert_close(used[0], (expected / scales).round() * scales)
+        assert not torch.equal(used[step], expected)
+    whole = fsdp.gather_full(model[0].weight)
+    if whole is not None:  # rows that are updated are in fp32
+        torch.testing.assert_close(whole.rows, plain[0].weight.detach(), atol=0.05, rtol=0)
+    return sent, losses
+
+
+def test_alone_weights_gathered_in_8_bits():
+    """As docs/fsdp.md does it: a byte for each number and a scale for each row are sent."""
+    for sent, losses in values(on_ranks(2, {"": (case_8_bits, {})}), ""):
+        first = 8 * 32 + 8 * 4  # of a rank's 8 rows
+        second = 16 * 16 + 16 * 4
+        assert set(sent) == {first, second} and len(sent) == 2 * 4
+        for ours, theirs in losses:
+            assert ours != theirs and ours == pytest.approx(theirs, rel=0.03)
 
 
 def test_alone_inference_leaves_each_module_in_its_mode():

@@ -14,6 +14,8 @@
 #       --checkpoint=none
 # (CUDA 13 has no V100s any more: that takes a PyTorch wheel for CUDA 12.)
 # 12 * 40 * 5120^2 = 12.58 billion in the blocks + (50,304 + 2,048) * 5120 = 0.27 billion: 12.85.
+# fairseq's transformer_lm_gpt3_13 has 13,110,865,920 parameters: with biases (`bias = True` here),
+# 50,272 symbols, two more positions, and a head that is not tied to the embedding. Ours is tied.
 # 16 bytes each (fp32 master, gradient, two moments) are 206 GB, 25.7 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 32.1 GiB.
 # With --gpu=H100 it plans 49.670 s per step and an MFU of 43.8%; 143,000 steps are 82.2 days.

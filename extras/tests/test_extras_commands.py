@@ -93,6 +93,9 @@ ROWS = {
         ("python -m extras.plan config/train_gpt2_xl.py", Run(["--n_layer=2"])),
         # two lines are others with 2.13: test_plan_prints_the_events_of_the_docs says why
         ("python -m extras.plan config/quickstart.py", Run(exact="2.15")),
+        # test_plan_rows_beside_the_guide runs the first whole
+        ("python -m extras.plan extras/config/llama2_7b.py", Run(["--n_layer=2"])),
+        ("python -m extras.plan extras/config/llama2_70b.py", Run(["--n_layer=2"])),
     ],
     "extras/docs/training.md": [
         ("python train.py config/quickstart.py --optimizer=muon", trains(ranks=2)),

@@ -50,6 +50,7 @@ from extras.muon import divide
 from extras.plan import timing
 from extras.plan.picture import relative
 from extras.plan.rehearse import KINDS, Event, Ledger, power_of_two, rehearse
+from model import GPT
 from optimizer import LossScaler
 from ranks import World
 
@@ -684,6 +685,35 @@ def test_plan_valley_of_what_is_offloaded_is_in_host_memory():
     cfg, world = placed(8, "--vocab_size=1000", "--cpu_offload=1")
     one = plan.plan(cfg, world, MACHINE)
     assert one["valley"] <= 8 * cfg.batch_size * cfg.sizes.block_size
+
+
+def test_plan_rows_beside_the_guide():
+    """Of extras/docs/plan.md: those of Llama-2 7B, by its own command and the flags of the row. Two
+    rows only, since each takes 20 seconds."""
+    with open(os.path.join(HERE, "extras/docs/plan.md")) as f:
+        page = f.read()
+    command = re.search(r"\npython -m extras.plan (extras/config/llama2_7b.py.*?)\n```", page, re.S)
+    argv = command[1].replace("\\\n", " ").split()
+    table = page.split("batch 10 per GPU | valley | peak")[1]
+    rows = re.findall(r"^\| plan, (.*?) \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)
+    assert len(rows) == 6
+    for said, valley, peak in (rows[0], rows[5]):
+        [row] = plan.main([os.path.join(HERE, argv[0]), *argv[1:], *re.findall(r"--[^` ]+", said)])
+        assert [f"{row[key] / 1e9:.1f}" for key in ("valley", "peak")] == [valley, peak]
+
+
+def test_plan_fairseqs_13b_has_a_head_of_its_own():
+    """What docs/migration.md and the recipe say of its 13,110,865,920 parameters."""
+    recipe = load_config([os.path.join(HERE, "extras/config/gpt3_13b.py")])
+    with torch.device("meta"):
+        gpt = GPT(replace(recipe.sizes, bias=True, vocab_size=50272))
+    n = sum(p.numel() for p in gpt.parameters())
+    head, positions = 50272 * 5120, 2 * 5120
+    for page in ("docs/migration.md", "extras/config/gpt3_13b.py"):
+        with open(os.path.join(HERE, page)) as f:
+            assert f"{n + head + positions:,} parameters" in f.read()
+    with open(os.path.join(HERE, "docs/migration.md")) as f:
+        assert f"ours has {n:,}." in f.read()
 
 
 def test_plan_zero_accounting_of_the_docs_is_the_papers():
