@@ -78,6 +78,9 @@ ROWS = {
     "extras/docs/gpu.md": [
         ("python -m extras.gpu_report", REPORT),
         ("python -m extras.gpu_report --minutes=60", REPORT),
+        ("python -m pytest -q -rs -k cuda", Not("what one H100 ran")),
+        ("python -m extras.gpu_report --minutes=60", REPORT),
+        ("python -m extras.gpu_report --minutes=60", REPORT),
         ("python -m extras.plan extras/config/gpt3_13b.py", Run(["--n_layer=2"])),
         ("torchrun --standalone --nproc_per_node=1 -m extras.bench extras/config/gpt3_13b.py",
          bench(dataset="python_stdlib")),
