@@ -181,8 +181,7 @@ class Log:
             f.seek(0)
             f.truncate(f.read().rfind(b"\n") + 1)
         self.file = open(path, "a")
-        config = dict(run=run_id, iter=step, time=self.started, config=as_dict(cfg))
-        print(json.dumps(config), file=self.file, flush=True)
+        self.write_line(dict(iter=step, time=self.started, config=as_dict(cfg)))
         if cfg.wandb_log:
             self.wandb = package("wandb", "wandb_log=True").init(
                 project=cfg.wandb_project,
@@ -295,7 +294,7 @@ class Log:
 
     def write(self, row):
         if self.file:
-            print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
+            self.write_line(row)
         if self.wandb:
             self.wandb.log(row, step=row["iter"])
         if self.tensorboard:
@@ -303,6 +302,12 @@ class Log:
                 if value is not None:
                     self.tensorboard.add_scalar(key, value, row["iter"])
             self.tensorboard.flush()
+
+    def write_line(self, row):
+        try:
+            print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
+        except OSError as e:  # the row stays in the file's buffer, until there is room
+            print(f"cannot write {self.file.name}: {e.strerror}", file=sys.stderr)
 
     def close(self):
         print0(self.world, f"done in {time.time() - self.started:.0f} s")

@@ -146,7 +146,6 @@ def prompt(start):
 
 def main(argv):
     args = arguments(argv)
-    sys.stdout.reconfigure(errors="replace")  # for a terminal that is not UTF-8
     keys = ("init_from", "out_dir", "device", "dtype")
     flags = [f"--{key}={getattr(args, key)}" for key in keys]
     cfg = load_config(["--compile=False", *flags])
@@ -195,7 +194,9 @@ def main(argv):
                 vocab_size,
                 generator,
             )
-            print(decode(y[0].tolist()))
+            text = decode(y[0].tolist())
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, errors="replace").decode(encoding))
             print("---------------")
 
 

@@ -113,9 +113,6 @@ ROWS = {
         ("python data/prepare.py OUT corpus.jsonl", Not("test_data.py; its tokenizer is GPT-2's")),
     ],
     "docs/model_file.md": [
-        ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py "
-         "--init_from=out-quickstart --scales_start=1.0",
-         Not("test_adapter_of_the_page_trains_on_two_ranks_and_resumes, in small")),
         ("python -m pytest -q tests/test_contract.py --model=NAME",
          Not("test_contract_examples.py, with a copy of model.py")),
         ("python -m pytest -q tests/test_contract.py --model=NAME --ranks",

@@ -297,8 +297,8 @@ def awake(cfg):
 
 def random_numbers(cfg):
     """From torch's global generator, which training seeds, and from nowhere else."""
-    if hasattr(cfg, "dropout"):
-        cfg = replace(cfg, dropout=0.5)
+    if hasattr(cfg.sizes, "dropout"):
+        cfg = replace(cfg, sizes=replace(cfg.sizes, dropout=0.5))
     ours = awake(cfg).train()
 
     def loss(seed_of_others):

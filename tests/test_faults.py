@@ -320,12 +320,12 @@ def test_fault_a_rank_that_dies_in_a_sharded_save_is_no_full_disk(tmp):
 
 
 @pytest.mark.parametrize("world, kind, ranks, room", [
-    (1, "full", [0], 5000), (1, "sharded", [0], 5000), (2, "full", [0], 30_000),
-    (2, "sharded", [0], 5000),
-    (2, "sharded", [1], 5000), (2, "sharded", [0, 1], 30_000)])
+    (1, "full", [0], 15_000), (1, "sharded", [0], 15_000), (2, "full", [0], 30_000),
+    (2, "sharded", [0], 15_000),
+    (2, "sharded", [1], 15_000), (2, "sharded", [0, 1], 30_000)])
 def test_fault_no_space_keeps_the_old_checkpoint(tmp, tmp_path, world, kind, ranks, room):
     """One line says so, whichever rank's disk is full; another, that the run ends without it. With
-    room for 5,000 bytes PyTorch only says "unexpected pos" in the end."""
+    room for 15,000 bytes PyTorch only says "unexpected pos" in the end."""
     out = str(tmp_path / "out")
     run = dict(checkpoint=kind, gradient_accumulation_steps=2, keep_checkpoints=1, n_embd=120)
     launch(world, arguments(tmp, out, max_iters=2, **run))

@@ -8,6 +8,7 @@ A loss alone would not notice most of this, so these tests look at the mechanism
 did, what was called in which order, what a clock says.
 """
 
+import json
 import os
 import re
 import signal
@@ -417,6 +418,28 @@ def test_log_time_is_a_steps_without_evaluation_and_saves(tmp, monkeypatch, caps
     assert [row["tokens_per_s"] for row in rows] == [12 * 2 * 16 / 60] * 4
     left = re.findall(r", (\S+)m left", capsys.readouterr().out)
     assert left == ["7.0", "4.0", "1.0", "0.0"]
+
+
+def test_log_on_a_full_disk_is_said_and_the_run_goes_on(tmp, monkeypatch, capsys):
+    """Rows wait in the file's buffer until there is room."""
+    real = open
+
+    def opened(path, mode):
+        return real("/dev/full" if mode == "a" else f"{tmp}/earlier.jsonl", mode)
+
+    monkeypatch.setattr(metrics, "open", opened, raising=False)
+    log = metrics.Log(tiny(tmp), World(), tmp, "id", 0)
+    assert capsys.readouterr().err.startswith("cannot write /dev/full")
+    for step in range(2):
+        log_step(log, step)
+        said = capsys.readouterr()
+        assert f"iter {step}: " in said.out and said.err.count("\n") == 1
+        assert said.err.startswith("cannot write /dev/full: No space left")
+    room = real(f"{tmp}/room.jsonl", "w")
+    os.dup2(room.fileno(), log.file.fileno())
+    log_step(log, 2)
+    rows = [json.loads(row) for row in real(f"{tmp}/room.jsonl")]
+    assert [row["iter"] for row in rows] == [0, 0, 1, 2] and capsys.readouterr().err == ""
 
 
 def test_log_says_how_long_a_step_has_waited_for_its_batches(tmp, tmp_path):

@@ -44,7 +44,7 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     # the parts
     "sizes": ("add block_size to ModelConfig", LAST,
               "@dataclass\nclass ModelConfig:\n    vocab_size: int = 9\n\n\nModel = MoE"),
-    "buffer": (r"has a buffer, transformer\.h\.0\.angles: .* compute it in forward", EXPERTS,
+    "buffer": (r"buffer transformer\.h\.0\.angles .* compute it in forward", EXPERTS,
                f"{EXPERTS}\n        self.register_buffer('angles', torch.empty(2))"),
     "blocks": (r"take .*h\.0 out of", "[Block(config) for", "[nn.Identity() for"),
     "one block": ("a block stands in Model.blocks twice", BLOCKS,
@@ -61,7 +61,7 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     "scalar": (r"make transformer\.h\.0\.bias a vector of one number", EXPERTS,
                f"{EXPERTS}\n        self.bias = nn.Parameter(torch.empty(()))"),
     "device": ("c_fc must be made where", "(E, 2 * C, C)", "(E, 2 * C, C, device='cpu')"),
-    "bf16 parameter": ("c_fc must be in float32, not bfloat16", "(E, 2 * C, C)",
+    "bf16 parameter": ("c_fc trains in torch.bfloat16", "(E, 2 * C, C)",
                        "(E, 2 * C, C, dtype=torch.bfloat16)"),
     "complex": ("c_fc must be in float32, not complex64", "(E, 2 * C, C)",
                 "(E, 2 * C, C, dtype=torch.complex64)"),

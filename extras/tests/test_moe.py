@@ -5,11 +5,10 @@ test_contract.py.
     python -m pytest -q tests/test_moe.py
 """
 
-from unittest.mock import patch
 
 import pytest
 import torch
-from harness import built, plain_model, tiny
+from harness import plain_model, tiny
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,25 +40,6 @@ def test_moe_asks_the_best_experts_of_each_token(tmp, n_expert, n_active):
     assert torch.allclose(pushed, expected, rtol=1e-3, atol=1e-7)
     experts.router.weight.data.zero_()
     assert experts(x)[1].item() == pytest.approx(1)  # all chances are equal
-
-
-def case_router(tmp):
-    """The types of a router, of an expert and of the router's input and scores, in forward."""
-    run = built(tmp, model="moe", dtype="bfloat16", strategy="full_shard")
-    mlp = run.model.blocks[0].mlp
-    seen = []
-    linear = F.linear
-
-    def watched(x, weight, *bias):
-        out = linear(x, weight, *bias)
-        if out.size(-1) == run.cfg.n_expert:
-            types = mlp.router.weight.dtype, mlp.c_fc.dtype, x.dtype, out.dtype
-            seen.append([str(t) for t in types])
-        return out
-
-    with patch.object(F, "linear", watched):
-        run.wrapped(*run.batches.get(0, 0)[:2])
-    return seen[0]
 
 
 def test_moe_backward_writes_each_stacks_gradient_once(tmp):

@@ -60,7 +60,8 @@ FACTORS = dict(  # name: [keys]
     checkpoint=[{}, dict(checkpoint="sharded")],
     resumes=[False, True],
 )
-SINGLE = {**FACTORS, "strategy": [dict(strategy="single")], "precision": FACTORS["precision"][:3]}
+WHOLE = {**FACTORS, "precision": FACTORS["precision"][:3]}  # reduce_dtype is for what is sharded
+SINGLE = {**WHOLE, "strategy": [dict(strategy="single")]}
 SHARDED = dict(
     strategy=[dict(strategy="shard_grad_op"), dict(strategy="full_shard"),
               dict(strategy="hybrid_shard", shard_group_size=1)],
@@ -71,7 +72,7 @@ SHARDED = dict(
 DDP = dict(
     strategy=[dict(strategy="ddp")],
     grad_sync=[{}, dict(grad_sync="every")],
-    **FACTORS)
+    **WHOLE)
 
 
 def allowed(mode):
