@@ -24,9 +24,9 @@ if "WORLD_SIZE" not in os.environ:
 size = int(os.environ["WORLD_SIZE"])
 if 12 % size:
     raise SystemExit(f"{size} processes cannot share 12 samples: take 1, 2, 3, 4, 6 or 12")
-local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-can_use_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-device = "cuda" if can_use_gpus else "cpu"
+local_rank = int(os.environ["LOCAL_RANK"])  # on this node, as the GPUs are
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+device = "cuda" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 if device == "cpu":
     dist.init_process_group("gloo")  # else NCCL, which refuses two ranks on one GPU
 mesh = dist.init_device_mesh(device, (size,))

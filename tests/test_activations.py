@@ -213,11 +213,14 @@ def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
         assert own != other
 
 
-def case_threads(tmp, name, cores, **keys):
-    """cores: that the process may use, of the 8 that there are; 0 leaves it on one, in earnest."""
+def case_threads(tmp, name, cores, asked="1", **keys):
+    """cores: that the process may use, of the 8 that there are; 0 leaves it on one, in earnest.
+    asked: the user's OMP_NUM_THREADS; torchrun's is 1."""
     own = os.sched_getaffinity(0)
     few = patch("os.sched_getaffinity", lambda process: range(cores))
-    with patch("os.cpu_count", lambda: 8), few if cores else nullcontext():
+    torch.set_num_threads(int(asked))  # as PyTorch does when it starts
+    with (patch.dict(os.environ, OMP_NUM_THREADS=asked), patch("os.cpu_count", lambda: 8),
+          few if cores else nullcontext()):
         os.sched_setaffinity(0, {min(own)})
         try:
             run_training(tmp, name, strategy="full_shard", max_iters=0, **keys)
@@ -228,8 +231,10 @@ def case_threads(tmp, name, cores, **keys):
 
 def test_threads_are_the_ranks_share_of_the_cores_when_the_cpu_updates(tmp):
     """Of those that Slurm or taskset leaves them."""
-    cases = dict(device=(8, 0.0), host=(8, 0.5), fewer=(4, 0.5), one=(0, 0.5))
+    cases = dict(device=(8, 0.0), host=(8, 0.5), fewer=(4, 0.5), one=(0, 0.5), asked=(8, 0.5))
     results = on_ranks(2, {
-        name: (case_threads, dict(tmp=tmp, name=name, cores=cores, cpu_offload=fraction))
+        name: (case_threads, dict(tmp=tmp, name=name, cores=cores, cpu_offload=fraction,
+                                  asked="3" if name == "asked" else "1"))
         for name, (cores, fraction) in cases.items()})
-    assert [values(results, name) for name in cases] == [[1, 1], [4, 4], [2, 2], [1, 1]]
+    expected = [[1, 1], [4, 4], [2, 2], [1, 1], [3, 3]]
+    assert [values(results, name) for name in cases] == expected

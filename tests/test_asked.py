@@ -701,6 +701,8 @@ def case_trained_in_bf16():
     with says("blocks.1.weight trains in torch.bfloat16"):
         checks.before_sharding(model)
     checks.before_sharding(model.float())
+    checks.before_sharding(Net().double())  # nothing is rounded away
+    checks.before_sharding(Net().to(torch.complex64))
     model = Net().to(torch.bfloat16)
     model.requires_grad_(False)
     checks.before_sharding(model)

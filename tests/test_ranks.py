@@ -189,6 +189,35 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
     assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
 
 
+def test_ranks_say_that_this_pytorch_cannot_use_the_gpus(monkeypatch, capsys):
+    """The driver counts them, and an old one makes them unavailable. Rank 0 says it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for local_rank, n in ((None, 1), (0, 1), (1, 0)):
+        assert ranks.pick_device("auto", local_rank).type == "cpu"
+        assert capsys.readouterr().out.count("this PyTorch cannot use them") == n
+    assert ranks.pick_device("cpu").type == "cpu" and capsys.readouterr().out == ""
+    assert "can use 0 GPUs" in refused(ranks.pick_device, "cuda")
+
+
+@pytest.mark.parametrize("asked, found", [
+    ({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None)])
+def test_ranks_of_gpus_allocate_in_segments_that_grow(monkeypatch, asked, found):
+    """Unless somebody has set the allocator's options, and before CUDA starts."""
+    for key in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(key, "")  # so that it is taken back, whatever happens here
+        monkeypatch.delenv(key)
+    for key, value in asked.items():
+        monkeypatch.setenv(key, value)
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda index: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    assert ranks.pick_device("cuda").type == "cuda" and seen == [found]
+
+
 @pytest.mark.parametrize("name, local_rank, device", [
     ("auto", None, "mps"), ("auto", 0, "cpu"), ("mps", 0, "mps"), ("mps", 1, "refused")])
 def test_ranks_of_a_mac_take_its_gpu_if_they_are_alone(monkeypatch, name, local_rank, device):
