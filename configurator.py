@@ -374,6 +374,7 @@ def parse(text):
 def help_text(usage, model="gpt2"):
     """usage, then every key with its default and its comment in the code."""
     lines = [usage.strip()]
+    keys = keys_of(model)
     classes = [Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])]
     source = "".join(inspect.getsource(cls) for cls in classes)
     for line in source.splitlines():
@@ -381,6 +382,8 @@ def help_text(usage, model="gpt2"):
         _, _, comment = line.partition("# ")
         if comment.startswith("--- "):  # a heading
             lines += ["", comment[4:]]
+            continue
+        if key and key[1] not in keys:
             continue
         if key:
             lines.append(f"  --{key[1]}={key[2]}")

@@ -69,6 +69,7 @@ def test_config_help_lists_every_key():
         default = re.search(rf"^  --{f.name}=(\S+)", text, re.M)
         assert default, f.name
         assert ast.literal_eval(default[1]) == f.default, f.name
+    assert set(re.findall(r"^  --(\w+)=", text, re.M)) == {f.name for f in keys("gpt2")}
 
 
 def keys(model):
