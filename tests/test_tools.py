@@ -104,6 +104,18 @@ def test_tools_sample_cuts_a_long_prompt_at_its_beginning(use_cache):
     assert torch.equal(whole[:, :21], prompt) and torch.equal(whole[:, 5:], end)
 
 
+def test_tools_sample_writes_what_its_terminal_can(tmp_path):
+    """Of one that is not UTF-8, a ? for the rest."""
+    gpt = plain_gpt(vocab_size=2, n_embd=3)
+    meta = dict(vocab_size=2, chars=["a", "\u00e9"])
+    ckpt = dict(model=gpt.state_dict(), model_args=asdict(gpt.config), iter_num=1, meta=meta,
+                best_val_loss=1.0, config={"dataset": "gone"})
+    torch.save(ckpt, tmp_path / "ckpt.pt")
+    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=9", "--start=ids:1,0"]
+    p = python(os.path.join(HERE, "sample.py"), *argv, env={"PYTHONIOENCODING": "ascii"})
+    assert p.returncode == 0 and p.stdout.startswith("?a"), p.stderr
+
+
 def test_tools_sample_temperature_divides_the_logits():
     with patch.object(torch, "multinomial") as drawn:
         sample.draw(torch.tensor([[0.0, math.log(2.0)]]), 0.5, None, None)  # odds 1 : 2, squared
