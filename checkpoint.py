@@ -396,21 +396,24 @@ def weights_only(source):
     return replace(source, header=header, shapes=shapes)
 
 
-def on_base(base, init_from, out_dir):
+def on_base(base, init_from):
     """The Source of a run that begins to train LoRA: no values of its own, and those of
-    `base`. init_from: the base's name, for the headers of the run's checkpoints. SystemExit if
-    the run would move it away, as an earlier run in its out_dir."""
+    `base`. init_from: the base's name, for the headers of the run's checkpoints."""
     where = init_from
     if os.path.exists(where):
         where = os.path.abspath(where)  # a later run may start in another directory
-        own = os.path.realpath(out_dir)
-        if os.path.commonpath([own, os.path.realpath(where)]) == own:
-            raise SystemExit(
-                f"out_dir={out_dir} has LoRA's base, {init_from}, which must stay there; "
-                "pass another --out_dir")
     origin = base.header.get("origin")  # Hugging Face's models have none
     header = {**base.header, "base": where, "base_origin": origin}
     return Source(base.path, header, shapes={}, base=base)
+
+
+def require_base_outside(out_dir, base):
+    """SystemExit if a new run would move LoRA's base away, as an earlier run in its out_dir."""
+    own = os.path.realpath(out_dir)
+    if os.path.exists(base) and os.path.commonpath([own, os.path.realpath(base)]) == own:
+        raise SystemExit(
+            f"out_dir={out_dir} has LoRA's base, {base}, which must stay there; pass another "
+            "--out_dir")
 
 
 def find(out_dir, world):

@@ -254,7 +254,7 @@ def load_config(argv, flags=()):
             raise SystemExit(f"{arg}: write --key=value, without a space")
         else:
             assigned = run_file(arg, before={**as_dict(make_config({"model": model})), **values})
-        model = assigned.get("model", model)
+        model = coerce("model", assigned.get("model", model), model, arg, flags)
         for key, value in assigned.items():
             values[key] = coerce(key, value, model, arg, flags)
     for key in values:
@@ -290,6 +290,8 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
     or a flag has set another value; a shorter block_size is allowed.
     where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter,
     even where nobody has set it."""
+    for key in cfg.given:
+        require_key(key, model, where)
     keys = keys_of(model)
     values = {key: value for key, value in as_dict(cfg).items() if key in keys}
     for key, value in {"model": model, **sizes}.items():
@@ -314,7 +316,8 @@ def refuse(key, ours, theirs, where):
 
 # A run that resumes with another value of these is told so: they change its results.
 AFFECTS_RESULTS = (
-    "dataset", "gradient_accumulation_steps", "batch_size", "seed", "freeze", "momentum",
+    "dataset", "gradient_accumulation_steps", "batch_size", "seed", "freeze", "frozen_dtype",
+    "momentum",
     "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip", "decay_lr",
     "warmup_iters", "lr_schedule", "lr_decay_iters", "min_lr", "block_size", "dropout",
 )
@@ -439,7 +442,8 @@ def conflicts(cfg, asked, world, distributed):
          f"{size} processes do not divide into groups of {group}; use a divisor of {size}"),
         ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,
          f"it counts all ranks' micro-batches; use a multiple of {size}"),
-        ("reshard_group_size", regather == 1 or (regather and copy % regather),
+        ("reshard_group_size", STRATEGIES[cfg.strategy].sharded
+         and (regather == 1 or (regather and copy % regather)),
          f"{copy} ranks share a copy; use a divisor of {copy}, from 2 on"),
         ("reshard_group_size", regather and cfg.dtype == "float8",
          "FSDP2 cannot do that with float8 weights; use --reshard_group_size=0"),
@@ -461,7 +465,8 @@ def conflicts(cfg, asked, world, distributed):
     ]
     for key in ("lora_alpha", "lora_targets", "frozen_dtype"):
         given = getattr(cfg, key) != getattr(Config, key)
-        table.append((key, given and not cfg.lora_rank, "it is LoRA's; pass --lora_rank too"))
+        table.append((key, given and not cfg.lora_rank, f"it is LoRA's; pass --lora_rank=16 "
+                      f"too, or --{key}={getattr(Config, key)}"))
     sharded = [name for name, row in STRATEGIES.items() if row.sharded]
     only = {
         "cpu_offload": sharded,

@@ -89,13 +89,14 @@ def freeze(model, pattern):
         hits = [name for name in named if re.search(pattern, name)]
     except re.error as e:
         raise SystemExit(f"freeze={pattern!r} is not a regular expression: {e}")
-    if len(hits) in (0, len(named)):
-        example = list(named)[len(named) // 2]
-        raise SystemExit(
-            f"freeze={pattern!r} matches {len(hits)} of {len(named)} parameters; names look "
-            f"like {example}")
     for name in hits:
         named[name].requires_grad_(False)
+    trained = [name for name, p in named.items() if p.requires_grad]
+    if not hits or not trained:
+        example = list(named)[len(named) // 2]
+        raise SystemExit(
+            f"freeze={pattern!r} matches {len(hits)} of {len(named)} parameters, and "
+            f"{len(trained)} are left to train; names look like {example}")
 
 
 def parallelize(model, cfg, world):
@@ -203,7 +204,9 @@ def open_start(cfg, world):
                 "another run's out_dir")
         if resumed:
             configurator.refuse("lora_rank", cfg.lora_rank, 0, source.path)
-        source = checkpoint.on_base(source, cfg.init_from, cfg.out_dir)
+        source = checkpoint.on_base(source, cfg.init_from)
+    if source and source.base and not resumed:
+        checkpoint.require_base_outside(cfg.out_dir, source.header["base"])
     return source, resumed
 
 
@@ -378,6 +381,7 @@ def train(cfg):
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
     step = first_step
+    is_checked = False
     while True:
         saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
@@ -413,8 +417,9 @@ def train(cfg):
 
         # Else one optimizer step.
         loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
-        if step == first_step:
+        if optimizer.state and not is_checked:  # float16 may have skipped the first steps
             checks.after_first_step(model, optimizer)
+            is_checked = True
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             lossf = all_reduce_mean_(loss, world).item()  # synchronization point
             saver.require_finite(lossf, "loss", step)

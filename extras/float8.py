@@ -17,6 +17,8 @@ def convert(model, device_type, shard_group, tokens):
     shard_group: the number of ranks that FSDP2 gathers them from, 0 if it does not.
     tokens: per micro-batch.
     """
+    if getattr(model, "base_names", ()):  # a checkpoint's LoRA, which no key has named
+        raise SystemExit("dtype=float8: LoRA's layers have no float8; use --dtype=bfloat16")
     if device_type == "cuda":
         too_old = torch.cuda.get_device_capability() < (8, 9)
     else:

@@ -86,7 +86,7 @@ def text_of(*patterns):
 NO_NUMBERS = set("""
     out_dir init_from checkpoint save_interval keep_checkpoints keep_every always_save_checkpoint
     eval_interval eval_iters eval_only log_interval wandb_log wandb_project wandb_run_name
-    tensorboard max_iters device dtype frozen_dtype compile backend strategy shard_group_size
+    tensorboard max_iters device dtype compile backend strategy shard_group_size
     reduce_dtype wrap_min_params cpu_offload activation_checkpointing activation_offload loss_chunks
     prefetch_blocks grad_sync loss_scale reshard_group_size""".split())
 REFUSED = {"model", "optimizer", "n_layer", "n_head", "n_embd", "vocab_size", "bias",
@@ -167,6 +167,16 @@ def test_config_model_brings_its_own_keys(other):
                        (["--n_layer=2", model], "n_layer.*model=other"),
                        (["--kind=2", model], "kind.*model=gpt2.*--model comes first")):
         assert re.search(said, refused(load_config, argv))
+
+
+def test_config_a_key_that_the_checkpoints_model_lacks_is_refused(other, tmp_path):
+    """Else a fine-tune would go without the dropout that was asked for."""
+    other()
+    cfg = load_config(["--dropout=0.5"])
+    assert "no key dropout" in refused(with_sizes, cfg, "other", dict(block_size=8), "ckpt.pt")
+    path = tmp_path / "c.py"
+    path.write_text("model = ['other']\n")
+    assert "model=['other'] must be" in refused(load_config, [str(path)])
 
 
 def test_config_help_of_another_model(other, capsys):

@@ -55,7 +55,9 @@ resolve TOY
   --strategy=full_shard --reshard_group_size=3 | divisor of 2
   --strategy=full_shard --reshard_group_size=1 | divisor of 2, from 2 on
   --strategy=ddp --reduce_dtype=bfloat16 | full_shard
-  --lora_alpha=8; --lora_targets=c_attn; --dtype=bfloat16 --frozen_dtype=bfloat16 | --lora_rank
+  --lora_alpha=8; --lora_targets=c_attn | --lora_rank=16 too
+  --dtype=bfloat16 --frozen_dtype=bfloat16 | or --frozen_dtype=float32
+  --strategy=ddp --reshard_group_size=2 | full_shard, hybrid_shard
   --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
   --compile=True --loss_chunks=2 --wrap_min_params=9 | --wrap_min_params=0
   --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0

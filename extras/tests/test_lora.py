@@ -296,10 +296,23 @@ def test_lora_mistakes_are_one_line(tmp, base):
     assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", init_from=base)
     assert "--dtype=bfloat16" in said("--dtype=float8", init_from=base)
     assert "pass --lora_rank=0, or" in said(out_dir=base, init_from="resume")
-    assert "pass --lora_rank too" in said("--lora_rank=0", init_from=base, lora_alpha=8)
+    assert "pass --lora_rank=16 too" in said("--lora_rank=0", init_from=base, lora_alpha=8)
     for out_dir in (base, os.path.dirname(base)):  # a run moves what it finds there
         line = said(out_dir=out_dir, init_from=os.path.join(base, "ckpt.pt"))
         assert "must stay" in line and "--out_dir" in line
+
+
+def test_lora_begun_on_other_adapters_does_not_move_its_base_away(tmp, base, single):
+    """Then its checkpoint would be its own base."""
+    cfg = load_config(arguments(tmp, base, init_from=os.path.join(tmp, "lora-single")))
+    assert "must stay" in refused(train.open_start, cfg, World())
+    cfg = load_config(arguments(tmp, "elsewhere", init_from=os.path.join(tmp, "lora-single")))
+    assert train.open_start(cfg, World())[0].base
+
+
+def test_lora_frozen_too_leaves_nothing_to_train(tmp):
+    cfg = resolve(tiny(tmp, lora_rank=4, freeze="lora"), World())
+    assert "0 are left to train" in refused(train.meta_model, cfg)
 
 
 def test_lora_is_asked_for_by_its_rank(tmp_path):
