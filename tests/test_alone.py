@@ -303,6 +303,25 @@ MODELS = {
 }
 
 
+def case_own_mesh():
+    """With a mesh of one's own, with another name or none: [norm, a tensor out and in]."""
+    found = []
+    for names in (None, ("dp",)):
+        torch.manual_seed(0)
+        model = Net(lambda: nn.Linear(12, 12))
+        whole = model.head.weight.detach().clone()
+        mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=names)
+        fsdp.shard(model, model.layers, mesh)
+        model(inputs()).square().sum().backward()
+        norm = fsdp.clip_grad_norm(model, 1.0).item()
+        out = fsdp.gather_full(model.head.weight)
+        fsdp.write_full(model.head.weight, 2 * whole)
+        again = model.head.weight.full_tensor()
+        found.append([norm > 0, out is None or torch.equal(out, whole),
+                      torch.equal(again, 2 * whole)])
+    return found
+
+
 def case_misuse():
     """What each of these says, on this rank."""
     with pytest.raises(ValueError) as e:
@@ -319,6 +338,7 @@ def case_misuse():
 def found():
     cases = {name: (case_model, keys) for name, keys in MODELS.items()}
     cases["bf16"] = (case_file_in_bf16, {})
+    cases["own mesh"] = (case_own_mesh, {})
     return on_ranks(2, {**cases, "misuse": (case_misuse, {})})
 
 
@@ -342,6 +362,10 @@ def test_alone_buffers_and_values_are_kept(found, name):
     for key, t in theirs.items():
         torch.testing.assert_close(
             torch.tensor(zero["state"][key]), t.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+def test_alone_the_last_dimension_of_any_mesh_shards(found):
+    assert values(found, "own mesh") == 2 * [2 * [[True, True, True]]]
 
 
 def test_alone_misuse_is_said(found):
