@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "tests"))
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, "tests"))
+sys.path.append(os.path.join(HERE, "extras", "tests"))  # for extras/tests/upstream
 from harness import HASH_SEEDS, make_data  # noqa: E402
 
 import configurator  # noqa: E402
@@ -35,6 +37,11 @@ def pytest_runtest_makereport():
         seeds = ",".join(map(str, HASH_SEEDS))
         report.sections.append(("hash seeds of the ranks", f"HASH_SEEDS={seeds}"))
     return report
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "slow: what README's command for the tests leaves out; pytest -m slow runs it")
 
 
 def pytest_addoption(parser):

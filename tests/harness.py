@@ -66,11 +66,8 @@ if os.environ.get("SIM_GPUS"):
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-README = os.path.join(HERE, "README.md")
-is_fork = not os.path.exists(README) or open(README).readline() != "# nanoFSDP2\n"
 # To parametrize by: what a GPU runs, run on a CPU too, so that no typo waits there. 1, 2: GPUs.
 DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
-of_ours = pytest.mark.skipif(is_fork, reason="it holds nanoFSDP2 itself to its size and files")
 
 import configurator  # noqa: E402
 import ranks  # noqa: E402

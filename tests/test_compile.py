@@ -23,12 +23,8 @@ ZERO2 = dict(strategy="shard_grad_op")
 ZERO3 = dict(strategy="full_shard")
 CASES = {  # what configurator.conflicts refuses, such as activation_offload, is in test_config.py
     "single": dict(strategy="single"),
-    "single selective": dict(strategy="single", **SELECTIVE),
-    "ddp": dict(strategy="ddp"),
     "ddp full": dict(strategy="ddp", **FULL),
     "shard_grad_op": ZERO2,
-    "shard_grad_op full": dict(**ZERO2, **FULL),
-    "full_shard": ZERO3,
     "full_shard selective": dict(**ZERO3, **SELECTIVE),
     "offload full": dict(**ZERO3, **FULL, cpu_offload=0.5),
     "by size offload": dict(**ZERO3, wrap_min_params=2000, cpu_offload=0.5),

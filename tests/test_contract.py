@@ -663,6 +663,7 @@ def compare(tmp, name, rows, expected, remedy):
         ask(off <= 2e-5, f"{key} differs by {off:.1e} in {name}: {remedy}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sound")
 @pytest.mark.parametrize("name", MODES)
 def test_contract_modes(tmp, model, name):
@@ -685,6 +686,7 @@ def test_contract_modes(tmp, model, name):
         compare(tmp, f"{model}-{name}", rows, expected, remedy)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sound")
 def test_contract_resume(tmp, model):
     """Bitwise at the same world size, and to 1e-5 at another, from both kinds of checkpoint."""

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import (
-    DEVICES,
     HERE,
     Ranks,
     arguments,
@@ -100,6 +99,12 @@ def script_of(function, tmp):
 
 
 @pytest.fixture(scope="module", autouse=True)
+def early(request):
+    if any("slow_run" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("slow_run")
+
+
+@pytest.fixture(scope="module")
 def slow_run(tmp):
     out = os.path.join(tmp, "slow-save")
     p = start(2, [script_of(slow_saver, tmp), *arguments(tmp, out, **ENDLESS)], tmp,
@@ -202,6 +207,7 @@ def test_fault_a_stop_signal_in_a_step_that_gave_nan_saves_nothing(tmp, monkeypa
 # what dies, and comes back
 
 
+@pytest.mark.slow
 def test_fault_random_ones(capsys):
     """A short run of the script."""
     faults.main(4, seed=141)
@@ -232,6 +238,7 @@ def rank_1_ends(argv):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_fault_torchruns_report_has_the_error_of_the_rank_that_failed_first(tmp):
     """Not rank 0's, whose connection breaks right after."""
     script = script_of(rank_1_ends, tmp)
@@ -245,7 +252,8 @@ def test_fault_torchruns_report_has_the_error_of_the_rank_that_failed_first(tmp)
         assert p.returncode == 1 and ('rank_1_ends' in first) == (way in ("bug", "memory")), text
 
 
-@pytest.mark.parametrize("device", DEVICES[2])
+@pytest.mark.parametrize("device", [
+    "cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp, device):
     out, whole = (os.path.join(tmp, f"dead-{part}-{device}") for part in ("half", "whole"))
     run = dict(max_iters=60, eval_interval=20, init_from="auto", gradient_accumulation_steps=2,
@@ -260,6 +268,7 @@ def test_fault_a_dead_rank_is_restarted_and_the_result_is_exact(tmp, device):
     assert losses(out) == losses(whole)
 
 
+@pytest.mark.slow
 def test_fault_a_dead_node_comes_back(tmp):
     """
     Two nodes (two torchrun agents) under hybrid_shard; one is killed with its ranks and started
@@ -416,6 +425,7 @@ def test_fault_two_runs_in_one_directory(tmp):
     launch(1, arguments(tmp, out, max_iters=2))
 
 
+@pytest.mark.slow
 def test_fault_orphans_of_torchrun_have_the_directory_until_they_end(tmp):
     """They train on. A stop signal to them saves, and the next run goes on from there."""
     out = os.path.join(tmp, "orphans")
@@ -444,6 +454,7 @@ def train_apart(out, argv):
     train.main(argv)
 
 
+@pytest.mark.slow
 def test_fault_directory_that_nodes_do_not_share(tmp, tmp_path):
     run = dict(checkpoint="sharded", eval_interval=1, gradient_accumulation_steps=2)
     at = {steps: tmp_path / str(steps) for steps in (1, 100000)}  # at the end, or on the way
@@ -473,6 +484,7 @@ def test_fault_directory_that_nodes_do_not_share(tmp, tmp_path):
     assert p.returncode == 0 and "at step 1" in p.stdout, p.stderr
 
 
+@pytest.mark.slow
 def test_fault_a_save_longer_than_torchruns_patience(slow_run):
     """
     SIGTERM to torchrun reaches its ranks, and as docs/clusters.md's variable asks, it waits for

@@ -193,6 +193,7 @@ def idle(copy):
                 "n_active: int = 2", "n_active: int = 1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_contract_idle_experts_train_when_sharded(tmp, idle, world):
     """As in one process with the same rows, which has gradients of all but expert 0. That one

@@ -23,6 +23,8 @@ from configurator import resolve
 from extras.plan.rehearse import rehearse
 from ranks import World
 
+pytestmark = pytest.mark.slow
+
 USUAL = ["llama", "moe"]  # without --model
 
 

@@ -22,6 +22,8 @@ from extras.gpu_report import predict, programs, write
 from extras.gpu_report.rows import Row, rows
 from extras.gpu_report.work import Setting, Work, children
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("minimal.py", "124M", "124M compiled", "1B full_shard", "1B single")
 simulates = pytest.mark.skipif(bool(cannot_simulate()), reason=cannot_simulate())
 

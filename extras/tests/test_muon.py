@@ -119,6 +119,7 @@ def ranks(tmp):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_muon_parity_of_strategies(tmp, plain, ranks, name):
     world, keys = RUNS[name]
@@ -241,6 +242,7 @@ def case_mechanisms(tmp, **keys):
                     kept == sum(memory["optimizer"] for memory in at_rest)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_muon_mechanisms(ranks, name):
     """12 matrices, each whole and on one rank only; what is sent and kept is the formula."""

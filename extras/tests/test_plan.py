@@ -54,6 +54,8 @@ from model import GPT
 from optimizer import LossScaler
 from ranks import World
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 MACHINE = SimpleNamespace(
     strategy=None, gpus_per_node=8, gpu_memory=80 * GIB, host_memory=math.inf, cluster=None,

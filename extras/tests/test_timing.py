@@ -24,6 +24,8 @@ from extras.plan.program import COMPUTE, Event, Operation, Record, Wait
 from extras.plan.program import touched as touched_by
 from extras.plan.rehearse import rehearse
 
+pytestmark = pytest.mark.slow
+
 # A GPU with round numbers: 1 PFLOP/s of products and 1 TB/s of memory that kernels reach.
 ROUND = replace(
     timing.H100, peak=2e15, products=0.5, memory=1e12 / timing.MEMORY_SHARE, nvlink=100e9,

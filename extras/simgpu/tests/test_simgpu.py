@@ -35,9 +35,9 @@ from configurator import resolve
 from ranks import World
 
 simgpu = sys.modules.get("simgpu")  # in ranks that harness has forked from the simulating server
-pytestmark = pytest.mark.skipif(
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     torch.cuda.is_available() and simgpu is None,
-    reason="this machine has a GPU, which runs tests/test_cuda.py; or set SIM_GPUS=4")
+    reason="this machine has a GPU, which runs tests/test_cuda.py; or set SIM_GPUS=4")]
 
 # ---------- modes -------------------------------------------------------------
 

@@ -31,9 +31,7 @@ from commands import (
     trains,
     typed,
 )
-from harness import flags, make_data, of_ours
-
-pytestmark = of_ours
+from harness import flags, make_data
 
 
 def bench(**keys):
@@ -164,11 +162,13 @@ def clone(tmp_path_factory):
     return here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ROWS)
 def test_commands_of_extras_run_as_they_stand_on_the_page(clone, page):
     run_page(clone, page, ROWS[page])
 
 
+@pytest.mark.slow
 def test_commands_of_finetuning_end_in_a_model_that_transformers_loads(clone):
     """After those of extras/docs/finetuning.md."""
     page = read("extras/docs/finetuning.md")
@@ -181,6 +181,7 @@ def test_commands_of_finetuning_end_in_a_model_that_transformers_loads(clone):
     assert (clone / "data/my_chats/train.mask").exists()
 
 
+@pytest.mark.slow
 def test_commands_of_extras_work_from_another_directory(clone, tmp_path):
     small = " ".join(flags(**{**SMALL, "max_iters": 1, "out_dir": tmp_path / "out"}))
     here = shlex.quote(str(clone))

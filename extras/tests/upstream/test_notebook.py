@@ -18,9 +18,8 @@ import subprocess
 import pytest
 import torch
 from commands import read
-from harness import HERE, SIMGPU, cannot_simulate, copied, of_ours, python, torchrun
+from harness import HERE, SIMGPU, cannot_simulate, copied, python, torchrun
 
-pytestmark = of_ours
 CELLS = json.loads(read("learn.ipynb"))["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
@@ -65,6 +64,7 @@ def executed(tmp_path_factory):
     return clone, [cell for cell in cells if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_notebook_runs_and_prints_what_it_shows(executed):
     """Word for word. Its numbers may be others; what they must be is asserted there."""
     _, cells = executed
@@ -140,6 +140,7 @@ def test_notebook_outside_a_clone_makes_one(tmp_path, monkeypatch):
     assert not (here / "out-learn").exists()
 
 
+@pytest.mark.slow
 def test_notebook_answer_to_the_exercise_about_zero2(executed):
     """Without the two hooks: 54 collectives, and the same losses."""
     clone, _ = executed
@@ -157,6 +158,7 @@ def test_notebook_answer_to_the_exercise_about_zero2(executed):
     assert zero2["losses"] == pytest.approx(zero3["losses"], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero3", "sharded", "watch"])
 def test_notebook_programs_run_on_two_gpus(executed, name):
     """The same losses as on the CPU."""

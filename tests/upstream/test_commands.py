@@ -36,9 +36,8 @@ from commands import (
     trains,
     typed,
 )
-from harness import flags, losses, of_ours
+from harness import flags, losses
 
-pytestmark = of_ours
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
@@ -134,11 +133,19 @@ def clone(tmp_path_factory):
     return make_clone(tmp_path_factory.mktemp("a reader"))
 
 
+def test_commands_of_the_first_block_run_as_they_stand(clone):
+    """README's, up to its sample: data, a run on two ranks, text."""
+    rows = [row for _, row in ROWS["README.md"]]
+    run_page(clone, "README.md", ROWS["README.md"][:rows.index(SAMPLE) + 1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ROWS)
 def test_commands_run_as_they_stand_on_the_page(clone, page):
     run_page(clone, page, ROWS[page])
 
 
+@pytest.mark.slow
 def test_commands_table_of_losses(clone):
     """README's four runs have its five losses, all four alike. Another Python has other data."""
     table = re.findall(r"^\| (\d+) \| ([\d.]+) \| (.*) \|$", read("README.md"), re.M)
@@ -161,6 +168,7 @@ def test_commands_that_print_something_else_are_seen():
             prints(out, wrong)
 
 
+@pytest.mark.slow
 def test_commands_work_from_another_directory(clone, tmp_path):
     small = " ".join(flags(**{**SMALL, "max_iters": 1, "out_dir": tmp_path / "out"}))
     here = shlex.quote(str(clone))

@@ -1,0 +1,78 @@
+"""
+This repository's own style, files and keys: its pages say what the code says, it is short, and its
+house is small. A fork deletes this directory.
+
+    python -m pytest -q tests/upstream/test_style.py
+"""
+
+import re
+
+import pytest
+from commands import EXTRAS, pages, read
+from harness import HERE, python
+from test_config import keys, require_read_and_tested, text_of
+from test_readme import CORE, floors, house, that_know_strategies_by_name
+
+from configurator import STRATEGIES
+
+
+def test_readme_pages_of_the_core_do_not_need_extras():
+    """A fork that has deleted it has no page that speaks of it, but for README's one section."""
+    for page in pages():
+        text = read(page).replace("](#in-extras)", "]")
+        assert "extras" not in text, page
+
+
+def test_readme_ruff_passes():
+    pytest.importorskip("ruff")
+    p = python("-m", "ruff", "check", HERE)
+    assert p.returncode == 0, p.stdout
+
+
+def test_readme_shows_the_heart_of_minimal():
+    """Whole lines of it, in its order; dots stand for those between."""
+    block = re.search(r"^```python\n(.*?)^```", read("README.md"), re.M | re.S)[1]
+    shown = [line for line in block.splitlines() if line.strip() != "..."]
+    left = iter(read("minimal.py").splitlines())
+    assert 10 <= len(shown) <= 12 and all(line in left for line in shown)
+
+
+def test_readme_is_short():
+    lines = (read("README.md") + read(EXTRAS)).splitlines()
+    assert len(lines) <= 300
+    assert 60 < lines.index("## The heart of it") <= 80  # the first screen and the second
+
+
+def test_minimal_is_what_docs_measure():
+    """bare.py in docs/measurements.md is minimal.py at other sizes."""
+    bare = re.search(r"# bare.py.*?^```", read("docs/measurements.md"), re.M | re.S)[0]
+    replaced = re.findall(r'^    "(.*?)": ', bare, re.M)
+    assert len(replaced) == 7
+    for text in replaced:
+        assert text in read("minimal.py"), text
+
+
+def test_house_has_few_floors_and_no_circle():
+    found = house(CORE)
+    assert floors(found) <= 4
+    core = [room for room in found if f"`{room}.py`" in read("README.md")]  # not your own model
+    assert sum(len(found[room]) for room in core) <= 23
+    assert max(map(len, found.values())) <= 10
+
+
+def test_house_fork_names_all_that_know_strategies_by_name():
+    recipe = re.search(r"- \*\*Another strategy\*\*.*?\n- ", read("docs/fork.md"), re.S)[0]
+    found = that_know_strategies_by_name(CORE.values())
+    assert "parallelize" in found  # what the search would find, if it works
+    assert [name for name in found if f"`{name}`" not in recipe] == []
+    code = "\n".join(map(read, CORE.values()))
+    for name in set(re.findall(r"`(\w+)`", recipe)) - {*STRATEGIES, "shard"}:
+        assert re.search(rf"^(def {name}\(|{name} = )", code, re.M), name
+
+
+def test_config_every_key_is_read_and_tested():
+    """A key that no code reads, or no test sets, is a defect."""
+    code = text_of("[!t]*.py", "train.py", "data/*.py")
+    tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
+    ours = [f for f in keys("gpt2") if not f.name.startswith(("lora_", "frozen_dtype"))]
+    require_read_and_tested(ours, code, tests)
