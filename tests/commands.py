@@ -1,6 +1,6 @@
 """
 What tests of the pages' commands share: a command is taken from its page, typed in a clone by a
-shell, and its output compared with the page's. tests/test_commands.py says how.
+shell, and its output compared with the page's. tests/upstream/test_commands.py says how.
 
     ROWS = {"README.md": [("python train.py", trains()), ("pip install", INSTALL)]}
     in_the_table(ROWS, pages())     # every command of every page is in its row

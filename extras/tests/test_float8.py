@@ -2,7 +2,7 @@
 dtype=float8: 8 bits where they were asked for, and plain fp32 in every file. What computes needs
 torchao, and is skipped without it.
 
-    pip install torchao && python -m pytest -q tests/test_float8.py
+    pip install torchao && python -m pytest -q extras/tests/test_float8.py
 """
 
 import importlib.util

@@ -91,7 +91,7 @@ def test_house_the_core_imports_nothing_of_extras():
 # The files that may name extras/: they look for it, and say so if it is not here.
 LOOKUPS = {
     "configurator.py", "conftest.py", "data/files.py", "tests/commands.py", "tests/harness.py",
-    "tests/test_contract.py", "tests/test_readme.py"}
+    "tests/test_contract.py", "tests/test_readme.py", "tests/upstream/test_style.py"}
 
 
 @pytest.fixture(scope="module")

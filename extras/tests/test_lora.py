@@ -1,7 +1,7 @@
 """
 LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
 
-    pip install transformers peft && python -m pytest -q tests/test_lora.py
+    pip install transformers peft && python -m pytest -q extras/tests/test_lora.py
 """
 
 import json

@@ -1,7 +1,7 @@
 """
 Muon: the update of whole matrices, though a rank keeps only some rows of each.
 
-    python -m pytest -q tests/test_muon.py
+    python -m pytest -q extras/tests/test_muon.py
 
 The reference is harness.py's loop in plain PyTorch with Muon as written here; the update rule is
 also torch.optim.Muon's.

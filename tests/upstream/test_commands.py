@@ -5,7 +5,7 @@ launcher, and without PYTHONPATH or OMP_NUM_THREADS. Flags at its end, and nothi
 small. What a page shows as its output must be in its output, and what runs on several ranks must
 have the losses of one process.
 
-    python -m pytest -q tests/test_commands.py
+    python -m pytest -q tests/upstream/test_commands.py
 
 ROWS says which command is run, which is run elsewhere, and which is not, and why. The section of
 README about what a fork may delete has its own table, beside the tests of that.

@@ -1,8 +1,8 @@
 """
-Every command of README's section In extras/ and of the pages in extras/, as tests/test_commands.py
+Every command of README's section In extras/ and of the pages in extras/, as test_commands.py
 runs those of the other pages.
 
-    python -m pytest -q extras/tests/test_extras_commands.py
+    python -m pytest -q extras/tests/upstream/test_extras_commands.py
 """
 
 import json

@@ -3,7 +3,7 @@ learn.ipynb runs from top to bottom, as a reader runs it: in a clone whose path 
 program in a file of its own under torchrun. What it claims is asserted in its cells. And what it
 shows here was printed by such a run.
 
-    python -m pytest -q extras/tests/test_notebook.py
+    python -m pytest -q extras/tests/upstream/test_notebook.py
     jupyter nbconvert --to notebook --execute --inplace learn.ipynb    # its outputs anew
 
 (That needs nbconvert. In the notebook itself it is "Run All".)
