@@ -92,12 +92,6 @@ ROWS = {
         ("export PYTORCH_ALLOC", SLURM),
         ("srun torchrun", SLURM),
     ],
-    "docs/fsdp.md": [
-        ("torchrun --standalone --nproc_per_node=2", trains()),
-        ("torchrun --standalone --nproc_per_node=2", trains()),
-        ("torchrun --standalone --nproc_per_node=2", trains()),
-        ("torchrun --standalone --nproc_per_node=2", trains(tolerance=1e-3)),
-    ],
     "docs/measurements.md": [
         ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
         ("torchrun --standalone --nproc_per_node=2 train.py config/train_shakespeare_char.py",
@@ -117,6 +111,12 @@ ROWS = {
          Not("test_contract_examples.py, with a copy of model.py")),
         ("python -m pytest -q tests/test_contract.py --model=NAME --ranks",
          Not("test_contract.py, with files of its own")),
+    ],
+    "docs/switches.md": [
+        ("torchrun --standalone --nproc_per_node=2", trains()),
+        ("torchrun --standalone --nproc_per_node=2", trains()),
+        ("torchrun --standalone --nproc_per_node=2", trains()),
+        ("torchrun --standalone --nproc_per_node=2", trains(tolerance=1e-3)),
     ],
 }
 

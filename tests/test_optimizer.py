@@ -274,8 +274,8 @@ def case_stock(tmp, optimizer):
 
 
 def test_stock_optimizers_agree_sharded(tmp):
-    """Those of which docs/fsdp.md says so: on 3 ranks as on one process."""
-    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+    """Those of which docs/switches.md says so: on 3 ranks as on one process."""
+    with open(os.path.join(HERE, "docs", "switches.md")) as f:
         row = re.search(r"^\| (SGD, .*?) \|", f.read(), re.M)[1]
     names = row.split(", ")
     assert len(names) == 9
