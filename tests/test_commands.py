@@ -40,6 +40,7 @@ from harness import flags, losses, of_ours
 
 pytestmark = of_ours
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
+DIFF = Not("it changes the clone: test_the_diff_of_the_docs_adds_an_optimizer has its own")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
 LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave
@@ -91,6 +92,11 @@ ROWS = {
         ("export TORCH_ELASTIC", SLURM),
         ("export PYTORCH_ALLOC", SLURM),
         ("srun torchrun", SLURM),
+    ],
+    "docs/fork.md": [
+        ("git apply nadam.diff", DIFF),
+        ("python -m pytest -q tests/test_optimizer.py -k nadam", DIFF),
+        ("python train.py config/quickstart.py --optimizer=nadam", DIFF),
     ],
     "docs/measurements.md": [
         ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from dataclasses import replace
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -17,11 +18,15 @@ import torch
 import torch.distributed as dist
 from harness import (
     HERE,
+    copied,
+    of_ours,
     on_ranks,
     plain_gpt,
+    python,
     read_metrics,
     refused,
     run_training,
+    shell,
     tiny,
     values,
 )
@@ -260,6 +265,56 @@ def test_own_state_that_comes_late_is_refused_when_the_run_resumes(tmp):
 def test_an_optimizer_that_nothing_makes_is_one_line(tmp):
     cfg = tiny(tmp, optimizer="lion")
     assert "optimizer=lion" in refused(train.make_optimizer, plain_gpt(), cfg)
+
+
+NAMED = [name for name in get_args(Config.__annotations__["optimizer"]) if name != "muon"]
+
+
+def case_named(tmp, name, max_iters=4, **keys):
+    """Losses of a run with an optimizer of the key's."""
+    keys.update(learning_rate=1e-3, gradient_accumulation_steps=6, max_iters=max_iters)
+    return [row["loss"] for row in run_training(tmp, name, **keys)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # for the last, on one
+@pytest.mark.parametrize("optimizer", NAMED)
+def test_every_optimizer_agrees_sharded_and_resumed(tmp, optimizer):
+    """The strategies have one process's losses; and so has a run of 2 ranks that goes on on 3, and
+    then on one, by both kinds of checkpoint."""
+    whole = case_named(tmp, f"{optimizer}-whole", optimizer=optimizer)
+    cases = {}
+    for name in ("ddp", "shard_grad_op", "full_shard"):
+        own = dict(tmp=tmp, name=f"{optimizer}-{name}", optimizer=optimizer, strategy=name)
+        cases[name] = (case_named, own)
+    resumed = {}
+    for kind in ("full", "sharded"):
+        resumed[kind] = dict(tmp=tmp, name=f"{optimizer}-{kind}", optimizer=optimizer,
+                             checkpoint=kind, init_from="auto")
+        cases[kind] = (case_named, dict(resumed[kind], max_iters=2))
+    on_two = on_ranks(2, cases)
+    for name in cases:
+        losses = values(on_two, name)[0]
+        assert losses == pytest.approx(whole[:len(losses)], rel=1e-6), name
+    on_three = on_ranks(3, {
+        kind: (case_named, dict(resumed[kind], max_iters=3)) for kind in resumed})
+    for kind in resumed:
+        assert values(on_three, kind)[0] == pytest.approx(whole[:3], rel=1e-6), kind
+        assert case_named(**resumed[kind]) == pytest.approx(whole, rel=1e-6), kind
+
+
+@of_ours
+def test_the_diff_of_the_docs_adds_an_optimizer(tmp_path):
+    """docs/fork.md begins with it, and with the test to run: both, in a copy of the project."""
+    with open(os.path.join(HERE, "docs", "fork.md")) as f:
+        page = f.read()
+    copy = copied(tmp_path / "copy")
+    diff = re.search(r"^```diff\n(.*?)^```", page, re.M | re.S)[1]
+    (copy / "nadam.diff").write_text(diff)
+    p = shell("git", "apply", "nadam.diff", cwd=copy)
+    assert p.returncode == 0, p.stderr
+    command = re.search(r"^python (-m pytest .*)", page, re.M)[1].split()
+    p = python(*command, cwd=copy, env={"PYTHONPATH": str(copy)})
+    assert p.returncode == 0 and "1 passed" in p.stdout, p.stdout
 
 
 def case_stock(tmp, optimizer):
