@@ -42,7 +42,7 @@ backward, where its gradients are reduced. All ranks must run the same units in 
 one skips a block, they mix rows of different blocks, and no error is raised: checks.check_units
 finds it.
 
-docs/fsdp.md walks through a step, and says what FSDP2 asks of your model.
+docs/fsdp.md walks through a step, docs/your_model.md says what FSDP2 asks of your model.
 """
 
 import math

@@ -119,7 +119,7 @@ def docstring_lines():
 
 def documented_lines():
     """The code of the section "In your own project"."""
-    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+    with open(os.path.join(HERE, "docs", "your_model.md")) as f:
         section = re.search(r"\n## In your own project\n(.*?)\n## ", f.read(), re.S)[1]
     return "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
 
@@ -153,7 +153,7 @@ def one_process():
 
 def test_alone_it_shards_another_model(tmp_path):
     """Partial offload, selective checkpointing, accumulation, clipping, inference, full gather; and
-    what docs/fsdp.md adds: resuming, an average of the weights, another method than forward."""
+    of docs/your_model.md: resuming, an average of the weights, another method than forward."""
     program = PROGRAM + ON_RANKS.replace("DOCSTRING", docstring_lines())
     program = program.replace("DOCUMENTED", documented_lines())
     for printed, here in {'"nccl"': '"gloo"', '"cuda"': '"cpu"',
@@ -418,14 +418,14 @@ def case_last_block_kept():
 
 
 def test_alone_last_block_kept_spares_one_gather():
-    """docs/fsdp.md has what that buys."""
+    """docs/switches.md names the call."""
     assert values(on_ranks(2, {"": (case_last_block_kept, {})}), "") == [[7, 6]] * 2
 
 
 def case_8_bits():
     """Two steps of a model whose weights are gathered in 8 bits; what was gathered, and used."""
     scope = {}
-    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+    with open(os.path.join(HERE, "docs", "switches.md")) as f:
         section = re.search(r"### Gathering in another form\n(.*?)\n## ", f.read(), re.S)[1]
     exec(re.search(r"```python\n(.*?)```", section, re.S)[1], scope)
     torch.manual_seed(0)
@@ -475,7 +475,7 @@ def case_8_bits():
 
 
 def test_alone_weights_gathered_in_8_bits():
-    """As docs/fsdp.md does it: a byte for each number and a scale for each row are sent."""
+    """As docs/switches.md does it: a byte for each number and a scale for each row are sent."""
     for sent, losses in values(on_ranks(2, {"": (case_8_bits, {})}), ""):
         first = 8 * 32 + 8 * 4  # of a rank's 8 rows
         second = 16 * 16 + 16 * 4

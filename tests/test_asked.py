@@ -1,6 +1,6 @@
 """
-What FSDP2 asks of a model: each row of that table in docs/fsdp.md, on two ranks. A case has the
-beginning of its row as its name. It shows what happens, and that the remedy is exact.
+What FSDP2 asks of a model: each row of the table in docs/your_model.md, on two ranks. A case has
+the beginning of its row as its name. It shows what happens, and that the remedy is exact.
 
     python -m pytest -q tests/test_asked.py
 """
@@ -1181,8 +1181,8 @@ def test_asked_of_a_model(found, i, name):
 
 
 def test_asked_rows_are_cases():
-    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
-        section = re.search(r"\n### What FSDP2 asks of your model\n(.*?)\n## ", f.read(), re.S)[1]
+    with open(os.path.join(HERE, "docs", "your_model.md")) as f:
+        section = re.search(r"\n## What goes wrong, and what to do\n(.*?)\n## ", f.read(), re.S)[1]
     beginnings = [line[2:] for line in section.splitlines() if line.startswith("| ")][1:]
     for beginning in beginnings:
         assert any(map(beginning.startswith, ROWS)), f"no case for: {beginning}"

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from dataclasses import replace
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -262,6 +263,41 @@ def test_an_optimizer_that_nothing_makes_is_one_line(tmp):
     assert "optimizer=lion" in refused(train.make_optimizer, plain_gpt(), cfg)
 
 
+NAMED = [name for name in get_args(Config.__annotations__["optimizer"]) if name != "muon"]
+
+
+def case_named(tmp, name, max_iters=4, **keys):
+    """Losses of a run with an optimizer of the key's."""
+    keys.update(learning_rate=1e-3, gradient_accumulation_steps=6, max_iters=max_iters)
+    return [row["loss"] for row in run_training(tmp, name, **keys)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # for the last, on one
+@pytest.mark.parametrize("optimizer", NAMED)
+def test_every_optimizer_agrees_sharded_and_resumed(tmp, optimizer):
+    """The strategies have one process's losses; and so has a run of 2 ranks that goes on on 3, and
+    then on one, by both kinds of checkpoint."""
+    whole = case_named(tmp, f"{optimizer}-whole", optimizer=optimizer)
+    cases = {}
+    for name in ("ddp", "shard_grad_op", "full_shard"):
+        own = dict(tmp=tmp, name=f"{optimizer}-{name}", optimizer=optimizer, strategy=name)
+        cases[name] = (case_named, own)
+    resumed = {}
+    for kind in ("full", "sharded"):
+        resumed[kind] = dict(tmp=tmp, name=f"{optimizer}-{kind}", optimizer=optimizer,
+                             checkpoint=kind, init_from="auto")
+        cases[kind] = (case_named, dict(resumed[kind], max_iters=2))
+    on_two = on_ranks(2, cases)
+    for name in cases:
+        losses = values(on_two, name)[0]
+        assert losses == pytest.approx(whole[:len(losses)], rel=1e-6), name
+    on_three = on_ranks(3, {
+        kind: (case_named, dict(resumed[kind], max_iters=3)) for kind in resumed})
+    for kind in resumed:
+        assert values(on_three, kind)[0] == pytest.approx(whole[:3], rel=1e-6), kind
+        assert case_named(**resumed[kind]) == pytest.approx(whole, rel=1e-6), kind
+
+
 def case_stock(tmp, optimizer):
     """Losses of a run with one of PyTorch's optimizers."""
     def make(model, cfg):
@@ -274,8 +310,8 @@ def case_stock(tmp, optimizer):
 
 
 def test_stock_optimizers_agree_sharded(tmp):
-    """Those of which docs/fsdp.md says so: on 3 ranks as on one process."""
-    with open(os.path.join(HERE, "docs", "fsdp.md")) as f:
+    """Those of which docs/switches.md says so: on 3 ranks as on one process."""
+    with open(os.path.join(HERE, "docs", "switches.md")) as f:
         row = re.search(r"^\| (SGD, .*?) \|", f.read(), re.M)[1]
     names = row.split(", ")
     assert len(names) == 9

@@ -242,5 +242,3 @@ def test_house_the_ground_floor_knows_only_torch():
     found = house(CORE)
     for room in GROUND & found.keys():
         assert found[room] == set(), room
-
-

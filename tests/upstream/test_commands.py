@@ -39,6 +39,7 @@ from commands import (
 from harness import flags, losses
 
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
+DIFF = Not("it changes the clone: test_the_diff_of_the_docs_adds_an_optimizer has its own")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
 LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave
@@ -91,11 +92,10 @@ ROWS = {
         ("export PYTORCH_ALLOC", SLURM),
         ("srun torchrun", SLURM),
     ],
-    "docs/fsdp.md": [
-        ("torchrun --standalone --nproc_per_node=2", trains()),
-        ("torchrun --standalone --nproc_per_node=2", trains()),
-        ("torchrun --standalone --nproc_per_node=2", trains()),
-        ("torchrun --standalone --nproc_per_node=2", trains(tolerance=1e-3)),
+    "docs/fork.md": [
+        ("git apply nadam.diff", DIFF),
+        ("python -m pytest -q tests/test_optimizer.py -k nadam", DIFF),
+        ("python train.py config/quickstart.py --optimizer=nadam", DIFF),
     ],
     "docs/measurements.md": [
         ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
@@ -116,6 +116,12 @@ ROWS = {
          Not("test_contract_examples.py, with a copy of model.py")),
         ("python -m pytest -q tests/test_contract.py --model=NAME --ranks",
          Not("test_contract.py, with files of its own")),
+    ],
+    "docs/switches.md": [
+        ("torchrun --standalone --nproc_per_node=2", trains()),
+        ("torchrun --standalone --nproc_per_node=2", trains()),
+        ("torchrun --standalone --nproc_per_node=2", trains()),
+        ("torchrun --standalone --nproc_per_node=2", trains(tolerance=1e-3)),
     ],
 }
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from commands import EXTRAS, pages, read
-from harness import HERE, python
+from harness import HERE, copied, python, shell
 from test_config import keys, require_read_and_tested, text_of
 from test_readme import CORE, floors, house, that_know_strategies_by_name
 
@@ -61,7 +61,7 @@ def test_house_has_few_floors_and_no_circle():
 
 
 def test_house_fork_names_all_that_know_strategies_by_name():
-    recipe = re.search(r"- \*\*Another strategy\*\*.*?\n- ", read("docs/fork.md"), re.S)[0]
+    recipe = re.search(r"\n## Another strategy\n.*?\n## ", read("docs/fork.md"), re.S)[0]
     found = that_know_strategies_by_name(CORE.values())
     assert "parallelize" in found  # what the search would find, if it works
     assert [name for name in found if f"`{name}`" not in recipe] == []
@@ -76,3 +76,17 @@ def test_config_every_key_is_read_and_tested():
     tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
     ours = [f for f in keys("gpt2") if not f.name.startswith(("lora_", "frozen_dtype"))]
     require_read_and_tested(ours, code, tests)
+
+
+@pytest.mark.slow
+def test_fork_the_diff_adds_an_optimizer(tmp_path):
+    """docs/fork.md begins with it, and with the test to run: both, in a copy of the project."""
+    page = read("docs/fork.md")
+    copy = copied(tmp_path / "copy")
+    diff = re.search(r"^```diff\n(.*?)^```", page, re.M | re.S)[1]
+    (copy / "nadam.diff").write_text(diff)
+    p = shell("git", "apply", "nadam.diff", cwd=copy)
+    assert p.returncode == 0, p.stderr
+    command = re.search(r"^python (-m pytest .*)", page, re.M)[1].split()
+    p = python(*command, cwd=copy, env={"PYTHONPATH": str(copy)})
+    assert p.returncode == 0 and "1 passed" in p.stdout, p.stdout
