@@ -9,6 +9,7 @@ shows here was printed by such a run.
 (That needs nbconvert. In the notebook itself it is "Run All".)
 """
 
+import base64
 import json
 import os
 import re
@@ -87,7 +88,8 @@ def test_notebook_claims_are_assertions():
     """Equal losses, counts of events, bytes: each has its assert, which a run must pass."""
     asserted = "\n".join(re.findall(r"^ *assert .*", "\n".join(map(source, CODE)), re.M))
     for claim in ("difference", "120, 31.4, 16.6, 1.9", "sharded.items()", '("all-gather")',
-                  '("reduce-scatter")', "_allgather_base_", "MiB", "1e-5", "lora_", "whole"):
+                  '("reduce-scatter")', "_allgather_base_", "MiB", "[18, 110, 82]", "1e-5", "lora_",
+                  "whole", '"ddp"'):
         assert claim in asserted, claim
 
 
@@ -98,6 +100,21 @@ def test_notebook_is_from_one_run_and_has_no_paths():
         assert not re.search(r"/(home|root|work|tmp|usr|Users|content)\b", printed(cell)), cell
     pictures = [o for cell in CODE for o in cell["outputs"] if "image/png" in o.get("data", {})]
     assert len(pictures) >= 6
+
+
+def test_notebook_prints_lines_that_fit_the_page():
+    """104 columns, but for the two programs side by side."""
+    for cell in CODE:
+        limit = 124 if "!diff" in source(cell) else 104
+        assert max(map(len, printed(cell).splitlines()), default=0) <= limit, source(cell)
+
+
+def test_notebook_drew_readmes_picture_of_the_units():
+    """assets/units.png: which unit is whole when. After another run, save the notebook's again."""
+    [cell] = [cell for cell in CODE if "units are whole" in source(cell)]
+    [first, _] = [o["data"] for o in cell["outputs"] if "image/png" in o.get("data", {})]
+    with open(os.path.join(HERE, "assets", "units.png"), "rb") as f:
+        assert base64.b64decode(first["image/png"]) == f.read()
 
 
 def test_notebook_has_few_words():
@@ -124,7 +141,7 @@ def test_notebook_links_point_to_what_exists():
 
 
 def test_notebook_outside_a_clone_makes_one(tmp_path, monkeypatch):
-    """As on Colab: its first cell clones the repository, from the address that is set."""
+    """Its first cell clones the repository, from the address that is set."""
     origin = tmp_path / "origin"
     origin.mkdir()
     for name in ("fsdp.py", "requirements.txt"):
@@ -138,6 +155,13 @@ def test_notebook_outside_a_clone_makes_one(tmp_path, monkeypatch):
     execute([dict(CODE[0], outputs=[])], here)
     assert (here / "nanoFSDP2/fsdp.py").exists() and (here / "nanoFSDP2/out-learn").is_dir()
     assert not (here / "out-learn").exists()
+
+
+def test_notebook_outside_a_clone_and_without_an_address_says_what_to_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("NANOFSDP2", raising=False)
+    with pytest.raises(Exception, match="set NANOFSDP2"):
+        execute([dict(CODE[0], outputs=[])], tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow
