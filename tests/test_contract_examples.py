@@ -50,6 +50,7 @@ def test_contract_holds_for_the_smallest_file(tmp, models):
     assert said.startswith("loss_chunks=2: model=smallest ") and "--loss_chunks=0" in said
 
 
+@pytest.mark.slow
 def test_contract_holds_for_a_hybrid(tmp, models):
     """In all modes at two ranks; at 3 and 4 too if you pass --model=hybrid from its own copy."""
     shutil.copy(os.path.join(HERE, "tests", "hybrid.py"), models)

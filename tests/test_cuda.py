@@ -49,6 +49,10 @@ from optimizer import LossScaler
 CUDA = torch.device("cuda", 0)
 
 
+# The same lines on a CPU take as long again, and test_fsdp.py has these modes.
+GPU_FIRST = ["cuda", pytest.param("cpu", marks=pytest.mark.slow)]
+
+
 # ---------- training on one GPU -----------------------------------------------
 
 SHARD = dict(strategy="full_shard")
@@ -102,7 +106,7 @@ def in_plain_pytorch(tmp, **keys):
     return list(zip(losses, norms))
 
 
-@pytest.mark.parametrize("device", DEVICES[1])
+@pytest.mark.parametrize("device", GPU_FIRST)
 @pytest.mark.parametrize("name", EXACT)
 def test_cuda_trains_as_a_cpu_does(tmp, one_rank, name, device):
     """5 steps in fp32: the losses and the gradients' norms."""
@@ -111,7 +115,7 @@ def test_cuda_trains_as_a_cpu_does(tmp, one_rank, name, device):
     assert np.array(rows) == pytest.approx(np.array(expected), rel=2e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES[1])
+@pytest.mark.parametrize("device", GPU_FIRST)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_cuda_trains_in_fewer_bits(tmp, one_rank, name, device):
     keys, limit = ROUNDED[name]
@@ -172,7 +176,7 @@ TWO = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES[2])
+@pytest.mark.parametrize("device", GPU_FIRST)
 def test_cuda_two_ranks_train_as_one_and_resume_on_one(tmp, device):
     losses, norms, *_ = plain_training(tiny(tmp))
     expected = np.array(list(zip(losses, norms)))

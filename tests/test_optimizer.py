@@ -272,6 +272,7 @@ def case_named(tmp, name, max_iters=4, **keys):
     return [row["loss"] for row in run_training(tmp, name, **keys)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # for the last, on one
 @pytest.mark.parametrize("optimizer", NAMED)
 def test_every_optimizer_agrees_sharded_and_resumed(tmp, optimizer):

@@ -8,11 +8,13 @@ The paths of extras/ that communicate, under PyTorch's own comparison, as test_c
 import importlib.util
 import os
 
+import pytest
 from test_collectives import SHARDED, ZERO3, case, make_masked, require_same
 
 LORA = dict(lora_rank=4, lora_alpha=6.0)
 
 
+@pytest.mark.slow
 def test_collectives_of_extras_are_the_same_on_all_ranks(tmp, tmp_path, monkeypatch):
     make_masked(f"{tmp_path}/masked")
     mixture = f"{tmp}/toy:2,{tmp_path}/masked:1"

@@ -39,7 +39,7 @@ from commands import (
 from harness import flags, losses
 
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
-DIFF = Not("it changes the clone: test_the_diff_of_the_docs_adds_an_optimizer has its own")
+DIFF = Not("it changes the clone: test_fork_the_diff_adds_an_optimizer has its own")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
 LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave

@@ -5,10 +5,13 @@ house is small. A fork deletes this directory.
     python -m pytest -q tests/upstream/test_style.py
 """
 
+import ast
+import io
 import re
+import tokenize
 
 import pytest
-from commands import EXTRAS, pages, read
+from commands import pages, read
 from harness import HERE, copied, python, shell
 from test_config import keys, require_read_and_tested, text_of
 from test_readme import CORE, floors, house, that_know_strategies_by_name
@@ -17,16 +20,27 @@ from configurator import STRATEGIES
 
 
 def test_readme_pages_of_the_core_do_not_need_extras():
-    """A fork that has deleted it has no page that speaks of it, but for README's one section."""
+    """A fork that has deleted it has no page that speaks of it, but for README."""
     for page in pages():
-        text = read(page).replace("](#in-extras)", "]")
-        assert "extras" not in text, page
+        assert page == "README.md" or "extras" not in read(page), page
 
 
 def test_readme_ruff_passes():
     pytest.importorskip("ruff")
     p = python("-m", "ruff", "check", HERE)
     assert p.returncode == 0, p.stdout
+
+
+def test_ci_installs_each_package_that_a_page_names():
+    """README's command for the tests, or what .ci/run adds to it for the rest."""
+    installed = {"notebook"}  # its server; nbclient runs the notebook
+    for line in re.findall(r"pip install (.*?)(?: &&|$)", read("README.md"), re.M):
+        installed.update(line.split())
+    installed.update(re.search(r'^packages="(.*)"', read(".ci/run"), re.M)[1].split())
+    for page in [*pages(), *pages(of_extras=True)]:
+        for names in re.findall(r"`pip install (.*?)`|^pip install (.*)$", read(page), re.M):
+            for name in "".join(names).replace('"', "").split():
+                assert {name, f"{name}[hf]"} & installed, (page, name)
 
 
 def test_readme_shows_the_heart_of_minimal():
@@ -38,9 +52,40 @@ def test_readme_shows_the_heart_of_minimal():
 
 
 def test_readme_is_short():
-    lines = (read("README.md") + read(EXTRAS)).splitlines()
-    assert len(lines) <= 300
-    assert 60 < lines.index("## The heart of it") <= 80  # the first screen and the second
+    assert len(read("README.md").split()) <= 1700
+
+
+def code_lines(path):
+    """Its lines of code: no blanks, comments or docstrings."""
+    text = read(path)
+    docstrings, code = set(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings.update(range(first.lineno, first.end_lineno + 1))
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+              tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def test_readme_counts_the_code():
+    """To the nearest hundred: minimal.py in tens, the core, and all that train.py imports."""
+    text = " ".join(read("README.md").split())
+    seventy, core, imported = re.search(
+        r"in (\d+) lines\. The .*? (\d+) lines of code at its core, ([\d,]+) with", text).groups()
+    assert abs(code_lines("minimal.py") - int(seventy)) <= 5
+    files = ["model.py", "train.py", "fsdp.py", "ranks.py"]
+    assert abs(sum(map(code_lines, files)) - int(core)) <= 50
+    found, below = house(CORE), {"train"}
+    while len(below) < len(below := below.union(*map(found.get, below))):
+        pass
+    files = [f"{room}.py" for room in below - {"data"}] + ["data/loader.py", "data/files.py"]
+    assert abs(sum(map(code_lines, files)) - int(imported.replace(",", ""))) <= 50
+
 
 
 def test_minimal_is_what_docs_measure():

@@ -1,6 +1,5 @@
 """
-Every command of README's section In extras/ and of the pages in extras/, as test_commands.py
-runs those of the other pages.
+Every command of the pages in extras/, as test_commands.py runs those of the other pages.
 
     python -m pytest -q extras/tests/upstream/test_extras_commands.py
 """
@@ -13,7 +12,6 @@ import shutil
 
 import pytest
 from commands import (
-    EXTRAS,
     NETWORK,
     ONE,
     SAMPLE,
@@ -45,14 +43,6 @@ TUNES = Run(flags(**TUNE), ranks=2, like={**ONE, **TUNE})
 
 # {page: [(how a command begins, what to do with it)]}, in the page's order
 ROWS = {
-    EXTRAS: [
-        ("python -m extras.plan extras/config/llama2_7b.py --world_size=8", Run(exact="2")),
-        ("python -m extras.plan extras/config/llama2_7b.py --strategy=full_shard",
-         Run(["--n_layer=2"])),
-        ("python -m extras.masks my_chats chats.jsonl --chat", Run()),
-        ("python train.py extras/config/finetune_smollm2.py --dataset=my_chats", TUNES),
-        ("python -m extras.huggingface out-smollm2 DIR", Run()),
-    ],
     "extras/docs/data.md": [
         ("python train.py config/quickstart.py --dataset=fineweb_edu:7", trains(ranks=2)),
         ("python extras/data/alpaca/prepare.py", NETWORK),
