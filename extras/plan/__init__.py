@@ -40,6 +40,7 @@ LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into that many pieces
 GIB = 2**30
 MIB = 2**20
 ON_DEVICE = KINDS[1:]  # KINDS[0] is host memory
+FITS = 0.9  # of a GPU; the rest is for its CUDA context, NCCL, and fragmentation
 COLUMNS = (*ON_DEVICE, "peak", "valley", "host", "sent")
 TIMES = {"s/step": "{:.3f}", "tok/s": "{:,.0f}", "MFU": "{:.1%}", "exposed": "{:.1%}"}  # per GPU
 
@@ -71,7 +72,7 @@ def plan(cfg, world, machine):
     row["host"] = host
     row["sent"] = sum(event.times * event.sent() for event in events)
     # A tenth is left for memory that is not counted.
-    fits_device = peak <= 0.9 * machine.gpu_memory
+    fits_device = peak <= FITS * machine.gpu_memory
     fits_host = host <= machine.host_memory
     row["fits"] = fits_device and fits_host
     row["timeline"] = timeline
@@ -316,7 +317,13 @@ def main(argv):
             raise SystemExit(f"--units: strategy={placed.strategy} has none; pass full_shard")
         print(wrapped_text(*todo[-1]))
         return []
+    print(f"fits: at most {FITS:.0%} of a GPU in tensors; the rest is headroom")
     if machine.cluster:
+        nvlink = machine.cluster.gpu.nvlink / 1e9
+        network = machine.cluster.network * 8 / 1e9
+        print(
+            f"assumed: {nvlink:.0f} GB/s per GPU in a node of {machine.gpus_per_node}, "
+            f"{network:.0f} Gb/s per GPU between nodes (--network)")
         machine.flops_per_token = flops_per_token(model, World())
         machine.cluster = replace(machine.cluster, compiled=cfg.compile)
         if machine.measured:
