@@ -81,6 +81,25 @@ def shown(page):
     return found
 
 
+def anchors(page):
+    """What GitHub makes of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)  # a comment is no heading
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def require_links(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+        path, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):  # https:, mailto:
+            continue
+        target = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+        if target.startswith("extras") and not is_here("extras"):
+            continue
+        assert is_here(target), link
+        assert not anchor or anchor in anchors(target), link
+
+
 # ---------- how each is run ---------------------------------------------------
 
 

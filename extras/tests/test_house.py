@@ -19,9 +19,7 @@ from test_readme import (
     CORE,
     house,
     modules,
-    pages,
     read,
-    require_links,
     run_two_steps,
 )
 
@@ -31,11 +29,6 @@ EXTRAS = modules("extras/*.py", "extras/plan/*.py", "extras/gpu_report/*.py")
 
 # -----------------------------------------------------------------------------
 # pages, configs, keys, commands
-
-
-@pytest.mark.parametrize("page", pages(of_extras=True))
-def test_house_links_of_extras_point_to_what_exists(page):
-    require_links(page)
 
 
 @pytest.mark.parametrize("name", sorted(glob("*.py", root_dir=f"{HERE}/extras/config")))
@@ -135,7 +128,7 @@ def test_house_stands_without_extras(left):
     command = readmes_tests()
     p = run_in(left, *command, "--co")
     assert p.returncode == 0, p.stdout
-    chosen = "recomputed or test_parity_single or floors or every_key or every_config or mistake"
+    chosen = "recomputed or floors or every_key or every_config or mistake"
     p = run_in(left, *command, "-rs", "-k", chosen)
     assert p.returncode == 0 and " passed" in p.stdout, p.stdout
     assert "SKIPPED" not in p.stdout, p.stdout
@@ -151,7 +144,7 @@ def test_house_a_fork_of_another_name_stands_without_extras(left, tmp_path):
     config = (fork / "configurator.py").read_text()
     config = config.replace("    # --- system\n", "    # --- system\n    gamma: float = 1.0\n")
     (fork / "configurator.py").write_text(config)
-    chosen = "recomputed or test_parity_single or test_readme or house or test_config"
+    chosen = "recomputed or test_parity_single or house"
     p = run_in(fork, *readmes_tests(), "-rs", "-k", chosen)
     assert p.returncode == 0 and " passed" in p.stdout, p.stdout
     assert "SKIPPED" not in p.stdout, p.stdout

@@ -11,12 +11,17 @@ import re
 import tokenize
 
 import pytest
-from commands import pages, read
+from commands import pages, read, require_links
 from harness import HERE, copied, python, shell
 from test_config import keys, require_read_and_tested, text_of
 from test_readme import CORE, floors, house, that_know_strategies_by_name
 
 from configurator import STRATEGIES
+
+
+@pytest.mark.parametrize("page", pages())
+def test_readme_links_point_to_what_exists(page):
+    require_links(page)
 
 
 def test_readme_pages_of_the_core_do_not_need_extras():

@@ -4,10 +4,16 @@ The keys, rooms and pages of extras/, as tests/upstream/test_style.py asks of th
     python -m pytest -q extras/tests/upstream/test_style_of_extras.py
 """
 
-from commands import pages, read
+import pytest
+from commands import pages, read, require_links
 from test_config import keys, require_read_and_tested, text_of
 from test_house import EXTRAS
 from test_readme import CORE, floors, house, that_know_strategies_by_name
+
+
+@pytest.mark.parametrize("page", pages(of_extras=True))
+def test_house_links_of_extras_point_to_what_exists(page):
+    require_links(page)
 
 
 def test_house_every_key_of_extras_is_read_and_tested():
