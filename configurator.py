@@ -109,7 +109,7 @@ class Config:
     #   needs dtype=bfloat16
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
-    momentum: BelowOne = 0.95  # for Muon
+    momentum: BelowOne = 0.95  # Muon's
     learning_rate: Number = 6e-4  # the peak, for AdamW and Muon
     max_iters: Whole = 600000  # steps
     weight_decay: Number = 0.1  # on matrices and embeddings, not on biases and norms

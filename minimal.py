@@ -40,7 +40,7 @@ with torch.device("meta"):
 # 3) Shard it. Each block is a unit: gathered before it runs, freed after.
 for block in model.blocks:
     fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)  # the root: everything else
+fully_shard(model, mesh=mesh)  # the root: all the rest
 
 # 4) Allocate memory, only now and only for this rank's rows. Every rank draws the same
 #    initial values and keeps its rows.
@@ -50,7 +50,7 @@ for name, p in model.named_parameters():
     # full[:] draws the whole tensor. src_data_rank=None: send nothing, every rank has it.
     rows = distribute_tensor(full[:], mesh, p.placements, src_data_rank=None)
     p.data.copy_(rows)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # updates this rank's rows
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
 
 
 def print0(line):
