@@ -209,7 +209,7 @@ def rows_of_csv(source, delimiter):
         # A delimiter at the end of each row is common; more text than columns is a mistake.
         if any(fields[len(columns):]):
             raise SystemExit(
-                f"{where}: {len(fields)} fields, but there are {len(columns)} columns; put quotes "
+                f"{where}: {len(fields)} fields, and there are {len(columns)} columns; put quotes "
                 f"around a text that has a {delimiter!r}")
         yield where, {**dict.fromkeys(columns), **dict(zip(columns, fields))}
 
