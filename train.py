@@ -60,7 +60,7 @@ def build(model, cfg, world, source=None):
         allocate_state(optimizer)  # all of it; load drops what the source lacks
         checkpoint.load(source, model, optimizer, world)
     if source is None:
-        print0(world, "drawing initial values: about a minute per 3 billion numbers per core")
+        print0(world, "drawing initial values: about a minute per 3 billion numbers and core")
     for name, p in model.named_parameters():
         if source is None or not source.has(name):  # LoRA's matrices, which its base lacks
             fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
