@@ -22,7 +22,7 @@ def checkpoint_activations(
 ):
     """Save fewer activations; backward recomputes the rest while the block is gathered.
 
-    blocks: leave out those whose forward updates buffers, as BatchNorm's does: it runs twice.
+    blocks: leave out any that update buffers in forward, like BatchNorm: forward runs twice.
     mode: "full" keeps each block's input; "selective" the outputs of its matrix products
         and attention too; "none" changes nothing.
     offload_to_host: keep the inputs in host memory (with "full"). pin_memory: True for a GPU.
@@ -44,16 +44,16 @@ def checkpoint_activations(
 
 
 def checkpointed(block, forward, options, *args, **kwargs):
-    """forward, checkpointed if backward will reach it. It does not reach frozen blocks before
-    the first one that trains; torch 2.13 could not compile their checkpoints."""
+    """Run forward, checkpointed if backward will reach it. Backward never reaches frozen blocks
+    before the first trained one, and torch 2.13 could not compile their checkpoints."""
     tensors = (*args, *kwargs.values(), *block.parameters())
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, **options, **kwargs)
 
 
-# "selective" keeps the results of these. Not of baddbmm: the T x T scores of written-out
-# attention.
+# "selective" keeps the results of these, but not of baddbmm: those are the T x T scores of
+# explicit attention.
 PRODUCTS = {
     torch.ops.aten.mm,
     torch.ops.aten.addmm,
@@ -73,7 +73,7 @@ def keep_products(ctx, op, *args, **kwargs):
 
 
 def offload_saved(forward, pin_memory, *args, **kwargs):
-    # Around a checkpointed forward only, which saves just its input: else weights would move too.
+    # Use only around a checkpointed forward, which saves just its input, or weights move too.
     with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
         return forward(*args, **kwargs)
 
@@ -82,7 +82,7 @@ def compile_blocks(blocks):
     """Compile block.forward. Compiling the module itself would do nothing: dynamo skips modules
     that have hooks.
 
-    dynamic=False: a run's shapes stay. Else a second model of other sizes in the same process
-    would be compiled for any size."""
+    dynamic=False: shapes don't change during a run. Otherwise a second model in the same process,
+    with other sizes, would be compiled with dynamic shapes."""
     for block in dict.fromkeys(blocks):
         block.forward = torch.compile(block.forward, dynamic=False)

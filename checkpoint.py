@@ -1,10 +1,10 @@
 """
-Checkpoints: a run saves its state, and another run, at any world size, picks it up.
+Checkpoints: a run saves its state, and another run, at any world size, loads it.
 
     out_dir/ckpt.pt      full: one file in nanoGPT's layout, which nanoGPT can read
     out_dir/last.pt      full, with always_save_checkpoint=False, where ckpt.pt is the best
-    out_dir/step-<n>.pt  full, a milestone (keep_every), which is never removed
-    out_dir/step-<n>/    sharded: every rank has written its rows
+    out_dir/step-<n>.pt  full, a milestone (keep_every) that is never removed
+    out_dir/step-<n>/    sharded: each rank writes its rows
     out_dir/best         a link to the best sharded one, with always_save_checkpoint=False
 
     python checkpoint.py full out-x    # out-x's newest checkpoint, sharded, as out-x/ckpt.pt
@@ -14,9 +14,9 @@ Any strategy at any world size reads both kinds. In memory a state is flat,
 
 Full: rank 0 gathers the state into its host memory, tensor by tensor, and writes one file.
 Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the
-checksums of all files, which makes the directory a checkpoint.
-Both are read by every rank, which maps the file and takes the rows that it keeps now.
-So a kill at any moment leaves the last complete checkpoint. Nothing in one can run code.
+checksums of all files; only now is the directory a checkpoint.
+To read either kind, every rank maps the files and takes the rows that it keeps now.
+So a kill at any moment leaves the last complete checkpoint. Loading one never runs its code.
 """
 
 import json
@@ -61,7 +61,7 @@ except ModuleNotFoundError as e:
     raise SystemExit(f"{e}: take Linux or macOS, and on Windows WSL 2")
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
-# Buffers in the files of other programs: attention masks, rotary frequencies. We skip them.
+# Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in one process
 
@@ -70,8 +70,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in on
 
 
 def flat_state(model, optimizer=None, left_out=()):
-    """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, as they are sharded
-    now; of tied parameters the first name. left_out: names of parameters."""
+    """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, sharded as they are
+    now; tied parameters have their first name. left_out: names of parameters."""
     tensors = {}
     for name, p in model.named_parameters():
         if name in left_out:
@@ -109,8 +109,8 @@ def require_finite_state(tensors, world, step):
 
 
 def load(source, model, optimizer, world):
-    """Set the weights, and the state that the optimizer has allocated, from the source
-    (all ranks). optimizer: None for the weights alone."""
+    """Set the weights, and the optimizer's allocated state, from the source (all ranks).
+    optimizer: None to load only the weights."""
     params = dict(model.named_parameters(remove_duplicate=False))
     tensors = flat_state(model, optimizer)
     for key in source.shapes:
@@ -120,10 +120,10 @@ def load(source, model, optimizer, world):
         is_wanted = key in tensors or kind == "model" or not optimizer
         if not is_wanted and params[name] in optimizer.state:
             raise SystemExit(
-                f"{source.path} has {key}, and the optimizer makes no such state in its first "
+                f"{source.path} has {key}, but the optimizer makes no such state in its first "
                 "step: it must make all its state there (see optimizer.py)")
-    # Parameters that were frozen until now, or all if the file holds weights alone. The
-    # optimizer makes their state in its first step, as for a new run.
+    # Parameters that were frozen until now, or all if the file has only weights. The
+    # optimizer makes their state in its first step, as in a new run.
     missing = tensors.keys() - source.shapes.keys()
     lacking = {key.partition(".")[2] for key in missing if not key.startswith("model.")}
     for name in lacking:
@@ -132,17 +132,17 @@ def load(source, model, optimizer, world):
         print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
                       "train now; theirs starts anew")
     tensors = flat_state(model, optimizer)
-    if not source.shapes:  # LoRA begins here: its matrices have no values yet
+    if not source.shapes:  # a new LoRA run: its matrices have no values yet
         tensors = {f"model.{name}": tensors[f"model.{name}"] for name in model.base_names}
     source.read(tensors, model.config)
     if world.size > 1:
-        # Another rank may read its disk for long. Wait here: a collective would time out.
+        # Another rank's disk may be slow. Wait here, since a collective would time out.
         dist.barrier(patient_group())
 
 
 def require_shape(source, key, ours, config):
-    """SystemExit if the model's shape, `ours`, is not the checkpoint's. Only a table
-    with a row for each position may be longer there than this run's context."""
+    """SystemExit if the model's shape, `ours`, is not the checkpoint's. Only a table of
+    positions may be longer in the checkpoint than this run's context."""
     theirs = source.shapes.get(key)
     if theirs == ours:
         return
@@ -159,7 +159,7 @@ def require_shape(source, key, ours, config):
 
 def write_ckpt_pt(directory, names, flat, header):
     """Write nanoGPT's layout: weights by name, optimizer state by number, and the
-    header's values beside them. names: of the file, and of its copies."""
+    header's values next to them. names: those of the file and its copies."""
     weights = {}
     state = {}
     for key, tensor in flat.items():
@@ -187,15 +187,15 @@ def write_ckpt_pt(directory, names, flat, header):
 
 def open_full(path):
     """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is
-    damaged. torch.load compares no checksums. Here the pickle is compared with its own,
-    so the header is right; `is_intact` compares the tensors'."""
+    damaged. torch.load checks no checksums. This checks the pickle's, so the header is
+    right; `is_intact` checks the tensors'."""
     with zipfile.ZipFile(path) as records:
         [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
         records.read(pickled)  # raises if its checksum is wrong
     try:
         # mmap: a tensor's bytes are read when it is used, so memory holds one at a time.
         ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:  # whose text says how to run what is in the file
+    except pickle.UnpicklingError:  # its text would suggest running the file's code
         raise ValueError("it has more in it than tensors and plain values, or is damaged")
     weights = {}
     for name, tensor in ckpt.pop("model").items():
@@ -237,12 +237,12 @@ def read_header(path):
 
 
 class Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, which also completes the checkpoint. DCP hands what write_data returns on
-    each rank to finish on rank 0; what either raises becomes a CheckpointException on all ranks."""
+    """PyTorch's writer, but it also completes the checkpoint. DCP passes each rank's write_data
+    results to finish on rank 0; an error in either is a CheckpointException on all ranks."""
 
     def __init__(self, path, header):
         # copy_ahead is for tensors that are still on a GPU. PyTorch 2.13 syncs a file
-        # before all of it has left Python's buffer, so we sync it ourselves.
+        # before Python's buffer is flushed, so we sync it ourselves.
         super().__init__(path, per_thread_copy_ahead=0, sync_files=False)
         self.header = header
 
@@ -259,7 +259,7 @@ class Writer(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata, results):
-        """On rank 0: .metadata, and then the header. With that it is a checkpoint."""
+        """On rank 0: write .metadata, then the header, which completes the checkpoint."""
         super().finish(metadata, [of_rank for of_rank, _ in results])
         files = {".metadata": self.checksum_on_disk(".metadata")}
         for _, checksums in results:
@@ -280,14 +280,14 @@ class Writer(dcp.FileSystemWriter):
 
 
 def remove_sharded(path):
-    """Remove the header first: a kill then leaves no checkpoint instead of a damaged one."""
+    """Remove the header first, so that a kill leaves no checkpoint, not a damaged one."""
     with suppress(OSError):
         os.remove(os.path.join(path, HEADER))
     shutil.rmtree(path, ignore_errors=True)
 
 
 def open_sharded(path):
-    """The Source of a directory. `is_intact` compares its rows with their checksums."""
+    """The Source of a directory. `is_intact` checks its rows against their checksums."""
     header = read_header(path)
     if checksum(os.path.join(path, ".metadata")) != header["files"][".metadata"]:
         raise ValueError("its .metadata is damaged")
@@ -308,7 +308,7 @@ def read_sharded(path, tensors):
 
 
 class MetadataReader(dcp.FileSystemReader):
-    """PyTorch's own reader uses pickle.load for .metadata, and that can run code."""
+    """PyTorch's own reader uses pickle.load for .metadata, which can run code."""
 
     def read_metadata(self, *args, **kwargs):
         with open(os.path.join(self.path, ".metadata"), "rb") as f:
@@ -322,8 +322,8 @@ class MetadataUnpickler(SafeUnpickler):
 
 
 class AnyProperties(TensorProperties):
-    """A tensor's properties as any version of PyTorch has written them. 2.13 writes 5 of
-    them, 2.15 one more, which 2.13's own class refuses. We need the first, the dtype."""
+    """A tensor's properties, as written by any version of PyTorch. 2.13 writes 5 of them;
+    2.15 writes one more, which 2.13's class refuses. We only need the first, the dtype."""
 
     def __setstate__(self, state):
         self.dtype = state[0]
@@ -361,16 +361,16 @@ class Source:
     shapes: dict  # {flat key: shape}
     get: object = None  # function: flat key -> the whole tensor on the CPU
     sharded: bool = False
-    base: object = None  # the Source of what this one's LoRA matrices adapt
+    base: object = None  # the Source of the model that its LoRA matrices adapt
 
     def has(self, name):
-        """True if it, or its base, has the values of this parameter."""
+        """True if it, or its base, has values for this parameter."""
         in_base = self.base is not None and self.base.has(name)
         return in_base or f"model.{name}" in self.shapes
 
     def read(self, tensors, config):
         """Set tensors, {flat key: tensor}, on this rank: each takes the rows that it keeps now,
-        whatever ranks have written them. What this source lacks its base has."""
+        no matter which ranks wrote them. Keys that this source lacks come from its base."""
         if self.base:
             of_base = {key: tensors[key] for key in tensors if key in self.base.shapes}
             self.base.read(of_base, config)
@@ -384,21 +384,21 @@ class Source:
                 rows = tuple(slice(n) for n in t.shape)  # a shorter context: fewer positions
                 write_full(t, self.get(key)[rows])
         if as_saved:
-            read_sharded(self.path, as_saved)  # DCP reads no more than this rank's rows
+            read_sharded(self.path, as_saved)  # DCP reads only this rank's rows
 
 
 def weights_only(source):
-    """The source without optimizer state and at step 0, for another run to start from."""
+    """The source at step 0 and without optimizer state, to start another run from."""
     header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
-    run_id = source.header.get("run", "?")  # nanoGPT's have none
+    run_id = source.header.get("run", "?")  # nanoGPT's checkpoints have none
     header["origin"] = f"step {source.header['iter_num']} of run {run_id}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
     return replace(source, header=header, shapes=shapes)
 
 
 def on_base(base, init_from):
-    """The Source of a run that begins to train LoRA: no values of its own, and those of
-    `base`. init_from: the base's name, for the headers of the run's checkpoints."""
+    """The Source of a new LoRA run: it has no values of its own, only those of `base`.
+    init_from: the base's name, for the headers of the run's checkpoints."""
     where = init_from
     if os.path.exists(where):
         where = os.path.abspath(where)  # a later run may start in another directory
@@ -408,7 +408,7 @@ def on_base(base, init_from):
 
 
 def require_base_outside(out_dir, base):
-    """SystemExit if a new run would move LoRA's base away, as an earlier run in its out_dir."""
+    """SystemExit if LoRA's base is in the new run's out_dir, which would then be renamed."""
     own = os.path.realpath(out_dir)
     if os.path.exists(base) and os.path.commonpath([own, os.path.realpath(base)]) == own:
         raise SystemExit(
@@ -419,7 +419,7 @@ def require_base_outside(out_dir, base):
 def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all
     ranks). out_dir may also be a checkpoint itself.
-    A damaged one is named and passed over; SystemExit if all of them are damaged."""
+    Damaged ones are named and skipped; SystemExit if all of them are damaged."""
     newest_first, problems = from_rank0(world, lambda: list_all(out_dir))
     found = None
     for path, step in newest_first:
@@ -439,7 +439,7 @@ def find(out_dir, world):
 
 def list_all(out_dir):
     """([(path, step)] of all checkpoints, newest first, and a full one before a sharded one of
-    the same step; lines that name those that are not readable). It reads their headers."""
+    the same step; a line for each unreadable one). It reads their headers."""
     found = []
     problems = []
     for name in ("", "ckpt.pt", "last.pt", *complete_steps(out_dir)):
@@ -459,8 +459,8 @@ def open_one(path):
 
 
 def open_intact(path, step, world):
-    """The Source at path. None if this rank finds damage, or another step: a run that goes on
-    there may have replaced the file since rank 0 has listed it."""
+    """The Source at path. None if this rank finds damage, or another step: a run that is still
+    going may have replaced the file since rank 0 listed it."""
     try:
         source = open_one(path)
         is_good = source.header["iter_num"] == step and is_intact(source, world)
@@ -470,8 +470,8 @@ def open_intact(path, step, world):
 
 
 def is_intact(source, world):
-    """True if the bytes that this rank reads match their checksums; a zip's may also raise. The
-    ranks share the files of a sharded checkpoint, and the records of a full one's zip."""
+    """True if this rank's share of the bytes matches its checksums; a zip may also raise. The
+    ranks divide up a sharded checkpoint's files, and the records of a full one's zip."""
     mine = slice(world.rank, None, world.size)
     if source.sharded:
         files = sorted(source.header["files"].items())[mine]
@@ -480,12 +480,12 @@ def is_intact(source, world):
         for name in records.namelist()[mine]:
             with records.open(name) as f:
                 while f.read(1 << 24):
-                    pass  # at the end zipfile compares the checksum
+                    pass  # at the end zipfile checks the checksum
     return True
 
 
 def complete_steps(out_dir):
-    """Names of the sharded checkpoints that have their header, oldest first."""
+    """Names of the sharded checkpoints that have a header, oldest first."""
     if not os.path.isdir(out_dir):
         return []
     names = filter(is_step, sorted(os.listdir(out_dir)))
@@ -501,17 +501,17 @@ def is_step(name):
 
 class RunDirectory:
     """out_dir, where one run at a time may write. A run locks it before it chooses a
-    checkpoint, and claims it once every check has passed: a run that is refused leaves
-    everything as it was. Of several ranks only rank 0 calls the methods."""
+    checkpoint, and claims it once every check has passed, so a refused run changes
+    nothing. Only rank 0 calls the methods."""
 
     def __init__(self, out_dir):
-        # Absolute, as the directory may be a link, or the one that we are in.
+        # Absolute, since the directory may be a link, or the current one.
         self.path = os.path.realpath(out_dir)
-        self.lock_file = None  # the lock holds as long as this file is open
+        self.lock_file = None  # the lock is held while this file is open
 
     def lock(self):
-        """Keep other runs out until this process ends, if the directory exists. The
-        lock is on a file beside it, because the directory may be renamed."""
+        """If the directory exists, keep other runs out until this process ends. The lock
+        is on a file next to it, because the directory may be renamed."""
         if self.lock_file or not os.path.isdir(self.path):
             return
         path = self.path + ".lock"
@@ -534,8 +534,7 @@ class RunDirectory:
 
     def claim(self, source, resumed=False):
         """Make the directory if there is none, and return the run's id. A resumed run
-        goes on under the id of its source. Another run renames the directory of an
-        earlier one, whole."""
+        keeps its source's id. A new run renames the whole directory of an earlier one."""
         run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
         try:
             os.makedirs(self.path, exist_ok=True)
@@ -559,8 +558,8 @@ class RunDirectory:
 
 
 def is_due(cfg, step, evaluated, improved):
-    """True if the run saves at this step: every save_interval steps, else at evaluations;
-    always if the checkpoint is to be kept, as a milestone or as the best."""
+    """True if the run saves at this step: every save_interval steps, else at evaluations.
+    Milestones, and the best one if it is kept, are always saved."""
     if cfg.save_interval:
         due = step % cfg.save_interval == 0 or step >= cfg.max_iters
     else:
@@ -575,11 +574,11 @@ def is_milestone(step, cfg):
 
 
 def remove_older(path, best, cfg):
-    """Remove sharded checkpoints older than `path`, also those that a kill has left
-    half-written. The newest cfg.keep_checkpoints stay, milestones, and the best one, to
-    which the link out_dir/best then leads."""
+    """Remove sharded checkpoints older than `path`, including any that a kill left
+    half-written. Keep the newest cfg.keep_checkpoints, milestones, and the best one, and
+    point the link out_dir/best at it."""
     out_dir, this = os.path.split(path)
-    # One with a higher number stays: it is damaged, or the run would have resumed it.
+    # Leave higher numbers alone: they are damaged, or the run would have resumed them.
     complete = [name for name in complete_steps(out_dir) if name <= this]
     stay = complete[-cfg.keep_checkpoints:]
     stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
@@ -603,7 +602,7 @@ class Saver:
     """Writes a run's checkpoints in the background. All ranks call its methods: `save` when
     one is due, `poll` in each step, `finish` at the end.
     report: function of (step, seconds, seconds in which training was blocked), called
-    when a save has succeeded."""
+    after a successful save."""
 
     def __init__(self, out_dir, run_id, cfg, world, source, resumed, report):
         self.out_dir = out_dir
@@ -620,22 +619,22 @@ class Saver:
         if resumed:
             self.best = source.header.get("best")
             self.newest = source.header["iter_num"]
-        self.failed = False  # True if the last save that has ended has failed
+        self.failed = False  # True if the last completed save failed
         self.background = futures.ThreadPoolExecutor(1)
         self.saving = None  # the future of a save in the background, until it is reported
         self.times = None  # that save's step, start, and seconds in which it blocked training
         self.group = None
         if dist.is_initialized():
-            # Collectives in the background must not mix with training's, and may wait
-            # long for the slowest disk.
+            # Background collectives must not mix with training's, and may wait long for
+            # the slowest disk.
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def require_finite(self, loss, what, step):
         """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so
-        all of them stop, and none saves."""
+        all of them stop without saving."""
         if math.isfinite(loss):
             return
-        self.wait()  # the save in the background is of an earlier step, and good
+        self.wait()  # the save in the background is of an earlier, good step
         rate = self.cfg.learning_rate
         line = f"{what} is {loss} at step {step}: lower learning_rate (now {rate})"
         if self.cfg.dtype != "float32":
@@ -645,13 +644,13 @@ class Saver:
         raise SystemExit(line)
 
     def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
-        """Save the state after this many steps. Returns when it is copied to host memory: for a
-        full checkpoint to rank 0's, for a sharded one each rank's rows to its own.
+        """Save the state after this many steps. Returns once it is copied to host memory: all to
+        rank 0's for a full checkpoint, each rank's rows to its own for a sharded one.
         improved: the validation loss is the best so far."""
         if self.cfg.checkpoint == "none":
             return
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        self.wait()  # for the save before: if this state is not finite, the run ends below
+        self.wait()  # for the previous save: if this state is not finite, the run ends below
         start = time.perf_counter()
         tensors = flat_state(model, optimizer, getattr(model, "base_names", ()))
         require_finite_state(tensors, self.world, step)
@@ -663,20 +662,20 @@ class Saver:
         header["best_val_loss"] = best_val_loss
         header["best"] = name if is_best else self.best
         # Here, not in the background: a new thread's device is GPU 0, and its collectives would
-        # meet training's. (dcp.async_save copies twice, and takes three times as long for that.)
+        # mix with training's. (dcp.async_save copies twice, which takes three times as long.)
         if self.cfg.checkpoint == "full":
             copies = {key: gather_full(t) for key, t in tensors.items()}
-            # Under always_save_checkpoint=False only the best one has the name ckpt.pt.
+            # With always_save_checkpoint=False only the best one is called ckpt.pt.
             name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
         else:
             copies = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
-            # A killed run may have left a part of one there.
+            # A killed run may have left a partial one there.
             from_rank0(self.world, lambda: remove_sharded(os.path.join(self.out_dir, name)))
         self.saving = self.background.submit(self.write, name, header, copies)
         self.times = step, start, time.perf_counter() - start
 
     def new_header(self, model, optimizer, tensors):
-        """What a checkpoint says of its run, and which parameter is which."""
+        """A checkpoint's description of its run and its parameters."""
         names = {p: name for name, p in model.named_parameters()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         return dict(
@@ -692,8 +691,8 @@ class Saver:
         )
 
     def write(self, name, header, tensors):
-        """In the background (all ranks): write the checkpoint. Returns the finish time, and a
-        line that says why it has failed, or None: rank 0's on all ranks."""
+        """In the background (all ranks): write the checkpoint. Returns the finish time, and
+        rank 0's line on why it failed, or None."""
         path = os.path.join(self.out_dir, name)
         line = None
         try:
@@ -714,24 +713,24 @@ class Saver:
         cause = None
         try:
             dcp.save(rows, storage_writer=Writer(path, header), process_group=self.group)
-        except dcp.CheckpointException as e:  # on all ranks, whichever has failed
+        except dcp.CheckpointException as e:  # on all ranks, whichever failed
             cause, _ = next(iter(e.failures.values()))
         if cause:
             if self.world.rank == 0:
                 remove_sharded(path)  # the next save may need the room
-            raise cause  # if it is no OSError the run ends: a disk that is not shared, or a bug
+            raise cause  # unless it is an OSError, the run ends: the disk is not shared, or a bug
         if self.world.rank == 0:
             self.best = header["best"]
             remove_older(path, self.best, self.cfg)
 
     def poll(self):
-        """Report the save in the background if it has ended."""
+        """Report the save in the background if it is done."""
         if self.saving and self.saving.done():
             self.wait()
 
     def wait(self):
-        """Wait for the save in the background, if there is one, and report it. If it has failed,
-        a line says so, and the run goes on: the next save tries again."""
+        """Wait for the save in the background, if there is one, and report it. If it failed,
+        print why and go on: the next save tries again."""
         if not self.saving:
             return
         saving = self.saving
@@ -746,7 +745,7 @@ class Saver:
         self.report(step, end - start, blocked)
 
     def finish(self):
-        """Wait for the last save of the run. SystemExit if it has failed."""
+        """Wait for the run's last save. SystemExit if it failed."""
         self.wait()
         if not self.failed:
             return
@@ -762,7 +761,7 @@ class Saver:
 
 
 def cannot_write(path, e):
-    """The line that says why a write has failed."""
+    """The error line for a failed write."""
     return (
         f"cannot write {path}: {first_line(e)}; what was there before is untouched. See that "
         "the directory exists and has room, or pass another one")
@@ -770,7 +769,7 @@ def cannot_write(path, e):
 
 def root_cause(e):
     """The OSError that led to e, or else e. On a full disk torch.save fails again as it closes
-    its file, and then says only "unexpected pos"."""
+    its file, and its message is only "unexpected pos"."""
     cause = e
     while cause and not isinstance(cause, OSError):
         cause = cause.__context__

@@ -1,6 +1,6 @@
 """
 Detect mistakes that FSDP2 does not report. Call each function at the point shown; it raises a
-ValueError that names the mistake. It imports only torch: copy it with fsdp.py.
+ValueError that names the mistake. This file imports only torch: copy it along with fsdp.py.
 
     checks.before_sharding(model)
     shard(model, ...)
@@ -46,20 +46,20 @@ def after_building(model, optimizer):
 
 
 def after_first_step(model, optimizer):
-    """Optimizer state that a checkpoint would lose, or take for another: what is no tensor, and
-    this rank's rows in a plain tensor."""
+    """Raise if a checkpoint would lose or misread optimizer state: a value that is not a tensor,
+    or this rank's rows in a plain tensor."""
     for name, p in model.named_parameters():
         for key, t in optimizer.state.get(p, {}).items():
             if not isinstance(t, torch.Tensor):
                 raise ValueError(
-                    f"the optimizer's state {key!r} of {name} is a {type(t).__name__}, and "
-                    "checkpoints keep tensors only: let it be torch.tensor(...)")
+                    f"the optimizer's state {key!r} of {name} is a {type(t).__name__}, but "
+                    "checkpoints only keep tensors: make it torch.tensor(...)")
             is_rows = isinstance(p, DTensor) and t.shape == p.to_local().shape != p.shape
             if is_rows and not isinstance(t, DTensor):
                 raise ValueError(
-                    f"the optimizer's state {key!r} of {name} has this rank's rows alone, and "
-                    "a checkpoint would take them for the whole: let it be a DTensor, as "
-                    "torch.zeros_like(p) is")
+                    f"the optimizer's state {key!r} of {name} has only this rank's rows, and "
+                    "a checkpoint would take them for the whole: make it a DTensor, such as "
+                    "torch.zeros_like(p)")
 
 
 # ---------- do all ranks do the same? -----------------------------------------
@@ -67,9 +67,9 @@ def after_first_step(model, optimizer):
 
 @contextmanager
 def check_units(model):
-    """Inside, the ranks compare each forward and backward of a unit; where they differ, all
-    raise. They also raise if a unit changes a list or dict that it is given, because FSDP2 gives
-    it a copy. Each comparison waits for all ranks, so use it for a few steps."""
+    """Inside, the ranks compare every unit's forward and backward, and all raise if they differ.
+    They also raise if a unit changes a list or dict that was passed to it, because FSDP2 passes a
+    copy. Each comparison waits for all ranks, so use it for a few steps."""
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -83,7 +83,7 @@ def check_units(model):
 
 
 def compare_ranks(event, is_mistake=False):
-    """ValueError on all ranks if their events differ, or are a mistake (collective)."""
+    """Raise ValueError on all ranks if their events differ, or are a mistake (collective)."""
     events = [None] * dist.get_world_size()
     dist.all_gather_object(events, event)
     if len(set(events)) > 1:
@@ -129,7 +129,7 @@ def watch_unit(unit, name):
 
 
 def leaves(x):
-    """x and all that it holds, as far as FSDP2 looks."""
+    """x and everything in it, as deep as FSDP2 looks."""
     yield x
     if is_dataclass(x):
         x = [getattr(x, field.name) for field in fields(x)]

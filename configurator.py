@@ -2,12 +2,12 @@
 The config: the one definition of every key, with its type, default, allowed values and help.
 
     cfg = load_config(["config/train_gpt2.py", "--batch_size=8", "--compile=False"])
-    cfg = resolve(cfg, world)     # 'auto' spelled out for these ranks and this device
+    cfg = resolve(cfg, world)     # 'auto' resolved for these ranks and this device
 
 Config files are Python assignments. Files and --key=value flags apply left to right, the
 last wins. A model's own keys are in its file, in ModelConfig; pass --model before them. They end
-up in cfg.sizes: cfg.batch_size, but cfg.sizes.block_size. Keys that nanoGPT has keep its names and
-meanings. A mistake is a SystemExit with one line.
+up in cfg.sizes: cfg.batch_size, but cfg.sizes.block_size. nanoGPT's keys keep their names and
+meanings. A mistake raises SystemExit with one line.
 """
 
 import ast
@@ -32,7 +32,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 class Strategy:
     sharded: bool = False  # by FSDP2, with these two of its arguments:
     reshard_after_forward: bool = True  # False: a unit stays whole until its backward
-    in_groups: bool = False  # a mesh of two dimensions: each group of ranks has a copy of its own
+    in_groups: bool = False  # on a mesh of two dimensions: each group of ranks has its own copy
 
 
 STRATEGIES = {
@@ -49,7 +49,7 @@ DTYPES = {
     "float8": torch.bfloat16,  # 8 bits in the blocks' linear layers; the rest is bf16
 }
 
-# A key's type: a Python type, a test of the value, and the words of an error.
+# A key's type: a Python type, a test of the value, and the text of an error.
 Whole = Annotated[int, lambda n: n >= 0, "a whole number, 0 or more"]
 Positive = Annotated[int, lambda n: n >= 1, "a whole number, at least 1"]
 Number = Annotated[float, lambda x: 0 <= x < math.inf, "a finite number, 0 or more"]
@@ -71,17 +71,17 @@ class Config:
     # --- files
     out_dir: NonEmpty = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
-    #   another run's out_dir, whose weights it takes, or in Hugging Face format:
+    #   another run's out_dir, to take its weights, or a model in Hugging Face format:
     #   gpt2[-medium|-large|-xl], another hub name, a directory;
-    #   of its context it takes block_size at most
+    #   a longer context is cut to block_size
     checkpoint: Literal["full", "sharded", "none"] = "full"  # full: one portable ckpt.pt.
-    #   sharded: a directory, where each rank writes its rows, for models too large for one host.
-    #   none: for trials
+    #   sharded: a directory where each rank writes its rows, for models too large for one host.
+    #   none: save nothing, for trials
     save_interval: Whole = 0  # steps between checkpoints; 0: one at each evaluation
     keep_checkpoints: Positive = 2  # how many sharded ones to keep
-    keep_every: Whole = 0  # N: at every N steps write one that is never removed
-    always_save_checkpoint: bool = True  # False: evaluations write one only if the validation
-    #   loss has improved, and that one keeps the name ckpt.pt, or best
+    keep_every: Whole = 0  # N: every N steps write one that is never removed
+    always_save_checkpoint: bool = True  # False: evaluations save only if the validation
+    #   loss improved; the best one is called ckpt.pt, or best
     # --- evaluating and watching
     eval_interval: Positive = 2000  # steps between evaluations; each may write a checkpoint
     eval_iters: Positive = 200  # reads eval_iters * batch_size fixed windows of each split
@@ -92,67 +92,67 @@ class Config:
     wandb_run_name: str = "run"
     tensorboard: bool = False  # log to TensorBoard too, in out_dir
     # --- data
-    dataset: NonEmpty = "openwebtext"  # below data/, or a path, with train.bin and val.bin
-    #   a mixture by tokens: fineweb_edu:7,my_code:2,my_math:1
-    gradient_accumulation_steps: Positive = 40  # micro-batches per step, over all ranks together
+    dataset: NonEmpty = "openwebtext"  # a directory in data/, or a path, with train.bin and val.bin
+    #   or a mixture, by share of tokens: fineweb_edu:7,my_code:2,my_math:1
+    gradient_accumulation_steps: Positive = 40  # micro-batches per step, summed over all ranks
     batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
-    seed: Whole = 1337  # weights, data order, dropout: everything random follows from it
+    seed: Whole = 1337  # for everything random: weights, data order, dropout
     # --- model
     model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py
-    freeze: str = ""  # parameters whose name matches do not train, e.g. 'wte|wpe|h\.[0-9]\.'
-    lora_rank: Whole = 0  # N: train LoRA's matrices of this rank beside the linear layers of a
-    #   frozen model, the base, that init_from names; 0: none
+    freeze: str = ""  # regex of parameters not to train, e.g. 'wte|wpe|h\.[0-9]\.'
+    lora_rank: Whole = 0  # N: train LoRA matrices of this rank beside the linear layers of a
+    #   frozen base model, given by init_from; 0: none
     lora_alpha: Number = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
-    lora_targets: str = ""  # only layers whose name matches, e.g. 'q_proj|v_proj'; empty: all
+    lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
     frozen_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    #   the type that LoRA's frozen base is kept in; bfloat16 takes half the memory and
+    #   the type of LoRA's frozen base; bfloat16 takes half the memory and
     #   needs dtype=bfloat16
     # --- optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
     momentum: BelowOne = 0.95  # Muon's
-    learning_rate: Number = 6e-4  # the peak, AdamW's and Muon's
+    learning_rate: Number = 6e-4  # the peak, for AdamW and Muon
     max_iters: Whole = 600000  # steps
     weight_decay: Number = 0.1  # on matrices and embeddings, not on biases and norms
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95  # 0.99 when a step has few tokens
-    grad_clip: Number = 1.0  # limit of the global gradient norm; 0: none
+    grad_clip: Number = 1.0  # maximum global gradient norm; 0: no clipping
     decay_lr: bool = True  # warm up, then lr_schedule; False: constant from the first step
     warmup_iters: Whole = 2000
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # after warm-up; wsd:
-    #   constant, and in the last fifth of lr_decay_iters linear. To end such a run at any step N,
-    #   resume it there with lr_decay_iters and max_iters of 1.25 N
+    #   constant, then linear in the last fifth of lr_decay_iters. To end such a run at any step N,
+    #   resume it there with lr_decay_iters and max_iters set to 1.25 N
     lr_decay_iters: Whole = 600000  # usually max_iters
     min_lr: Number = 6e-5  # usually learning_rate / 10
     # --- system
     device: Device = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
-    dtype: Literal[("auto", *DTYPES)] = "auto"  # to compute in; parameters stay fp32.
+    dtype: Literal[("auto", *DTYPES)] = "auto"  # the compute type; parameters stay fp32.
     #   float32, bfloat16, float16, float8 (in linear layers; H100, torchao); auto: fastest safe one
-    loss_scale: Scale = 65536.0  # float16's first; a run halves and doubles it by itself
-    compile: bool = True  # torch.compile: a minute at the start, then faster; off for short runs
+    loss_scale: Scale = 65536.0  # float16's initial scale; the run then adjusts it
+    compile: bool = True  # torch.compile: takes a minute, then runs faster; turn off for short runs
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     # --- sharding
     strategy: Literal[("", *STRATEGIES)] = ""  # empty: full_shard under torchrun, else single.
     #   single, ddp, shard_grad_op (ZeRO-2), full_shard (ZeRO-3), hybrid_shard (ZeRO-3 in groups)
-    shard_group_size: Whole = 0  # of hybrid_shard: ranks that share one copy; 0: those of a node
+    shard_group_size: Whole = 0  # hybrid_shard's ranks per copy of the model; 0: those of a node
     reshard_group_size: Whole = 0  # N: after forward each group of N ranks keeps a copy in dtype,
-    #   so that backward gathers inside it, as in a node (ZeRO++'s hpZ); 0: none. FSDP2 makes
-    #   groups of ranks for each unit: 32 units on 4 ranks make 128, and NCCL connects each
+    #   so that backward gathers inside it, e.g. in a node (ZeRO++'s hpZ); 0: off. FSDP2 makes
+    #   process groups for each unit: 32 units on 4 ranks make 128, and NCCL connects each
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    #   in which ranks sum gradients; bfloat16 or float16 halve that traffic and cost accuracy,
-    #   more with hybrid_shard or grad_sync=last: there micro-batches are added up in it too
+    #   for summing gradients over ranks; bfloat16 or float16 halve that traffic and cost accuracy,
+    #   more with hybrid_shard or grad_sync=last, which also sum micro-batches in it
     wrap_min_params: Whole = 0  # 0: an FSDP unit per block. N: any module of at least N parameters
-    cpu_offload: Fraction = 0.0  # share of the blocks in host memory; take few large micro-batches
+    cpu_offload: Fraction = 0.0  # fraction of blocks in host memory; use few large micro-batches
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    #   selective recomputes the cheap parts, full whole blocks: least memory, a third more compute
-    activation_offload: bool = False  # keep activation_checkpointing=full's inputs in host memory
-    loss_chunks: Whole = 0  # N: head and loss in N pieces, twice: logits never exist whole; try 8
+    #   selective recomputes the cheap parts; full: whole blocks, least memory, a third more compute
+    activation_offload: bool = False  # keep block inputs in host memory; needs checkpointing=full
+    loss_chunks: Whole = 0  # N: compute head and loss in N pieces, recomputed in backward; try 8
     prefetch_blocks: Whole = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 or more cost memory
     grad_sync: Literal["auto", "every", "last"] = "auto"
     #   reduce gradients after every micro-batch (least memory) or the last; auto: last for ddp only
 
     # Not keys:
     sizes: object = None  # the model's own keys, in its file's ModelConfig
-    given: list = field(default_factory=list)  # the keys that a file or a flag has set
+    given: list = field(default_factory=list)  # the keys set by a file or a flag
 
 
 # ---------- files that a key names --------------------------------------------
@@ -162,7 +162,7 @@ def model_file(name):
     """The module that --model names: model.py, or NAME.py at the top or in extras/."""
     file = "model" if name == "gpt2" else name
     module = None
-    # Only these are imported: any import runs a file, and a checkpoint may name anything.
+    # Import nothing else: an import runs code, and a checkpoint may name anything.
     if str(file).isidentifier():
         if os.path.exists(os.path.join(HERE, f"{file}.py")):
             module = importlib.import_module(file)
@@ -196,7 +196,7 @@ def package(name, wanted_by):
 
 @functools.cache
 def keys_of(model):
-    """{key: its dataclass field} of a run with this model."""
+    """{key: its dataclass field} for a run with this model."""
     keys = {f.name: f for f in fields(Config) if f.name not in ("sizes", "given")}
     for f in fields(model_file(model).ModelConfig):
         key = f"model={model!r}: ModelConfig.{f.name}, a {f.type!r},"
@@ -231,7 +231,7 @@ def as_dict(cfg):
 
 
 def model_args(cfg):
-    """The model's keys, and LoRA's, as a checkpoint keeps them: opening it then needs no flags."""
+    """The model's and LoRA's keys, for a checkpoint: with them it opens without flags."""
     args = asdict(cfg.sizes)
     if cfg.lora_rank:
         args.update(
@@ -241,7 +241,7 @@ def model_args(cfg):
 
 def load_config(argv, flags=()):
     """Config files and --key=value flags, applied left to right over the defaults.
-    flags: names that the command takes itself, which a mistyped key may have meant."""
+    flags: the command's own flags, to suggest for a mistyped key."""
     values = {}
     for arg in argv:
         model = values.get("model", Config.model)
@@ -258,12 +258,12 @@ def load_config(argv, flags=()):
         for key, value in assigned.items():
             values[key] = coerce(key, value, model, arg, flags)
     for key in values:
-        require_key(key, model, f"--model={model}", flags)  # an earlier model's has no place in it
+        require_key(key, model, f"--model={model}", flags)  # it may be from an earlier --model
     return make_config(values, given=values)
 
 
 def run_file(path, before):
-    """{key: value} of the file's assignments. It may compute with the values before it."""
+    """{key: value} of the file's assignments. The file may use the values set before it."""
     moved = os.path.relpath(os.path.join(HERE, "extras", path))
     if not os.path.exists(path) and os.path.exists(moved):
         raise SystemExit(f"{path}: it is not here; {moved} is")
@@ -286,10 +286,10 @@ def run_file(path, before):
 
 
 def with_sizes(cfg, model, sizes, where, whole_context=True):
-    """cfg with the model and sizes of a checkpoint; dropout stays this run's. SystemExit if a file
-    or a flag has set another value; a shorter block_size is allowed.
+    """cfg with the model and sizes of a checkpoint, but this run's dropout. SystemExit if a file
+    or a flag set another value; a shorter block_size is allowed.
     where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter,
-    even where nobody has set it."""
+    even if it is only the default."""
     for key in cfg.given:
         require_key(key, model, where)
     keys = keys_of(model)
@@ -314,7 +314,7 @@ def refuse(key, ours, theirs, where):
         "another out_dir or init_from")
 
 
-# A run that resumes with another value of these is told so: they change its results.
+# If a resumed run changes one of these, train.py prints it: they affect the results.
 AFFECTS_RESULTS = (
     "dataset", "gradient_accumulation_steps", "batch_size", "seed", "freeze", "frozen_dtype",
     "momentum",
@@ -335,7 +335,7 @@ def differences(before, cfg):
 
 
 def require_key(key, model, where, flags=()):
-    """SystemExit if there is no such key, with one that may have been meant."""
+    """SystemExit if there is no such key; it suggests a similar one."""
     keys = keys_of(model)
     if key not in keys:
         near = difflib.get_close_matches(key, [*flags, *keys], 1)
@@ -344,7 +344,7 @@ def require_key(key, model, where, flags=()):
 
 
 def rule(key, model, where, flags=()):
-    """(the Python type of a key, a test of its value, the words of an error)."""
+    """(the Python type of a key, a test of its value, the text of an error)."""
     require_key(key, model, where, flags)
     allowed = keys_of(model)[key].type
     allowed = PLAIN.get(allowed, allowed)
@@ -355,7 +355,7 @@ def rule(key, model, where, flags=()):
 
 
 def coerce(key, value, model, where, flags=()):
-    """value as the key's type: exact, but 1 may become 1.0, and 1e4 become 10000."""
+    """value as the key's type. It only converts whole numbers: 1 to 1.0, 1e4 to 10000."""
     kind, test, words = rule(key, model, where, flags)
     if kind is int and type(value) is float and value.is_integer():
         value = int(value)
@@ -367,7 +367,7 @@ def coerce(key, value, model, where, flags=()):
 
 
 def parse(text):
-    """A flag's number, True or False; any other text stays as it is."""
+    """Parse a flag's number, True or False; return any other text as it is."""
     try:
         return ast.literal_eval(text.capitalize())  # also true, false
     except (SyntaxError, ValueError):
@@ -399,9 +399,9 @@ def help_text(usage, model="gpt2"):
 
 
 def resolve(cfg, world, distributed=None):
-    """cfg with strategy, dtype, grad_sync and hybrid_shard's group size spelled out. SystemExit
-    if keys cannot be combined. distributed: True to resolve for ranks that are not here, with a
-    process group; None: as it is in this process."""
+    """cfg with strategy, dtype, grad_sync and hybrid_shard's group size resolved. SystemExit if
+    keys cannot be combined. distributed: True for ranks with a process group that are elsewhere;
+    None: as in this process."""
     if distributed is None:
         distributed = dist.is_initialized()
     strategy = cfg.strategy or ("full_shard" if distributed else "single")
@@ -424,7 +424,7 @@ def resolve(cfg, world, distributed=None):
 
 
 def conflicts(cfg, asked, world, distributed):
-    """[(key, True if it is wrong, remedy)]; asked: the config before 'auto' was spelled out."""
+    """[(key, True if it is wrong, remedy)]; asked: the config before 'auto' was resolved."""
     size = world.size
     single = cfg.strategy == "single"
     group = cfg.shard_group_size
@@ -454,7 +454,7 @@ def conflicts(cfg, asked, world, distributed):
         ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
          f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
         ("cpu_offload", cfg.cpu_offload and cfg.dtype == "float8",
-         "float8's scales and the weights would lie apart; use --dtype=bfloat16"),
+         "float8's scales and weights would be on two devices; use --dtype=bfloat16"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
          "it moves the inputs that checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),
@@ -487,12 +487,12 @@ def conflicts(cfg, asked, world, distributed):
 
 
 def best_dtype(device):
-    """The compute type that the device is fast at; bf16 first: it needs no loss scaling."""
+    """The fastest compute type of the device; bf16 if it can, which needs no loss scaling."""
     if device.type == "cuda":
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return "bfloat16" if has_bf16 else "float16"
     if device.type == "cpu":
-        # Private probes, as there are no public ones. If they go, fp32 is always right.
+        # Private probes, since there are no public ones. If they disappear, fp32 always works.
         for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
             if hasattr(torch.cpu, probe) and getattr(torch.cpu, probe)():
                 return "bfloat16"

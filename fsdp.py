@@ -30,7 +30,7 @@ imports only torch (2.13 or later), so you can copy it into your own project:
     state = {name: gather_full(t) for name, t in model.state_dict().items()}
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
-their gradients reduced, in one collective. Hooks do it, so no line here shows it:
+their gradients reduced, in one collective. PyTorch's hooks do this, not code in this file:
 
                           ZeRO-3: reshard_after_forward=True     ZeRO-2: =False
     forward of unit i     gather i, compute, free i              gather i, compute
@@ -39,10 +39,10 @@ their gradients reduced, in one collective. Hooks do it, so no line here shows i
 
 The root unit holds every other parameter. It stays gathered from its forward to the end of
 backward, where its gradients are reduced. All ranks must run the same units in the same order. If
-one skips a block, they mix rows of different blocks, and no error is raised: checks.check_units
-finds it.
+one skips a block, they mix rows of different blocks without an error; checks.check_units finds
+that.
 
-docs/fsdp.md walks through a step, docs/your_model.md says what FSDP2 asks of your model.
+docs/fsdp.md walks through a step; docs/your_model.md lists what FSDP2 requires of your model.
 """
 
 import math
@@ -63,9 +63,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def make_mesh(device_type: str, shard_group_size: int = 0):
-    """The ranks as a DeviceMesh (collective). All share one copy of the model, in the dimension
-    "shard". With shard_group_size=n (hybrid sharding) each group of n neighbours shares its own
-    copy, and the copies lie in the dimension "replicate"."""
+    """The ranks as a DeviceMesh (collective). They share one copy of the model, split along the
+    dimension "shard". With shard_group_size=n (hybrid sharding) each group of n neighbours shares
+    its own copy; the groups form the dimension "replicate"."""
     world_size = dist.get_world_size()
     if not shard_group_size:
         return dist.init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
@@ -76,11 +76,11 @@ def make_mesh(device_type: str, shard_group_size: int = 0):
 
 
 def mixed_precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype = torch.float32):
-    """Gather and compute in param_dtype; add gradients up over the ranks in reduce_dtype (FSDP2's
-    own default is param_dtype). Rows and optimizer state stay fp32.
+    """Gather and compute in param_dtype; sum gradients over ranks in reduce_dtype (FSDP2's own
+    default is param_dtype). Rows and optimizer state stay fp32.
 
-    With hybrid sharding, or every=False in set_grad_sync, micro-batches add up in reduce_dtype
-    too. In bfloat16 the gradient was 1% off after 64 of them."""
+    With hybrid sharding, or every=False in set_grad_sync, micro-batches also accumulate in
+    reduce_dtype. In bfloat16 the gradient was 1% off after 64 of them."""
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
@@ -98,19 +98,19 @@ def shard(
     In place (all ranks).
 
     model: in fp32; frozen parameters may be in bf16.
-        Parameters on the meta device get memory for this rank's rows, without values yet. Others
-        keep their values, which must be the same on every rank: each takes its own rows of them.
+        For parameters on the meta device, this allocates this rank's rows, uninitialized. Others
+        keep their values, which must be the same on every rank; each rank keeps its rows.
         Buffers are not sharded. They keep their values and move to the device; one on the meta
         device stays there.
     units: modules, inner before outer; the root unit holds every other parameter. Tied parameters
         must be in one unit, or in the root. A module that several units use must be a unit itself.
-    mesh: make_mesh's, or one of yours, whose last dimension shards.
-    mp_policy: mixed_precision's, or one of yours; None for fp32.
+    mesh: from make_mesh, or your own; its last dimension shards.
+    mp_policy: from mixed_precision, or your own; None for fp32.
     reshard_after_forward: free a unit after its forward and gather it again for backward
         (ZeRO-3), or keep it until backward (ZeRO-2). With an int n, each group of n neighbours
         keeps one copy in param_dtype, split among them, for backward (ZeRO++'s hpZ).
-    cpu_offload: the fraction of the units that keep their rows in host memory, where the CPU
-        updates them; at 1.0 the root too.
+    cpu_offload: the fraction of units that keep their rows in host memory, where the CPU
+        updates them; 1.0 includes the root.
     prefetch_units: gather this many units ahead; 2 or more cost memory. With 0 FSDP2 gathers one
         ahead in backward, and in forward as soon as the CPU gets there, usually ahead of the GPU.
     """
@@ -122,7 +122,7 @@ def shard(
     on_device = OffloadPolicy()
     common = dict(mesh=mesh, mp_policy=mp_policy or mixed_precision(torch.float32))
 
-    # 1) Shard the units, and then the root, which takes all the rest.
+    # 1) Shard the units, then the root, which takes everything else.
     for unit in units:
         fully_shard(
             unit,
@@ -141,13 +141,13 @@ def shard(
     # without one on some rank (an expert that got no token), that rank contributes zeros.
     model.set_reduce_scatter_unused_params(True)
 
-    # 2) Materialize: only now is there memory, for this rank's rows alone.
+    # 2) Materialize: allocate memory, only now and only for this rank's rows.
     for unit in [*units, model]:
-        # Inner units come first: their rows are there already, and stay where they are.
+        # Inner units come first. Outer ones then skip them: they are no longer on meta.
         materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
 
-    # 3) Say what to gather when. The backward of an embedding does not read its table (that of a
-    # subclass with its own forward might).
+    # 3) Set when to gather. An embedding's backward does not read its table (a subclass with its
+    # own forward might).
     for unit in units:
         if type(unit).forward is torch.nn.Embedding.forward:
             unit.set_unshard_in_backward(False)
@@ -157,9 +157,9 @@ def shard(
 
 def find_units(model, blocks, min_params: int = 0):
     """The units, inner before outer: any embedding larger than a block (in the root it would be
-    gathered for the whole step), and the blocks. With min_params, as in FSDP1's size-based policy,
-    every module that has that many parameters not yet in a unit. Embeddings and modules with tied
-    parameters stay in the root, since PyTorch refuses them in two units."""
+    gathered for the whole step), and the blocks. With min_params, as in FSDP1's size-based policy:
+    every module with at least that many parameters not yet in a unit. Embeddings and modules with
+    tied parameters stay in the root, since PyTorch refuses them in two units."""
     tied = {model.get_parameter(names[0]) for names in tied_names(model)}
     if not min_params:
         blocks = list(dict.fromkeys(blocks))  # one that is used twice may be listed twice
@@ -170,7 +170,7 @@ def find_units(model, blocks, min_params: int = 0):
     units = []
 
     def visit(module):
-        """Make units of the modules inside, maybe of module itself; return the parameters left."""
+        """Make units of inner modules, and maybe of this one; return the parameters left over."""
         left = list(module.parameters(recurse=False))
         for child in module.children():
             left += visit(child)
@@ -197,15 +197,15 @@ def tied_names(model):
 def evenly(units, fraction):
     """A fraction of the units, evenly spread, so that host-device copies overlap with the compute
     of the others: unit i is chosen if the running total of `fraction` reaches an integer."""
-    # 1e-9: a total that should be an integer may lie below it by a rounding error.
+    # 1e-9: rounding may leave a total just below an integer.
     totals = [math.floor(i * fraction + 1e-9) for i in range(len(units) + 1)]
     return [unit for i, unit in enumerate(units) if totals[i + 1] > totals[i]]
 
 
 def prefetch(model, units, n):
-    """Before a unit's forward gather the next n as well; before its backward the n before."""
+    """Before a unit's forward, gather the next n too; before its backward, the previous n."""
     chosen = set(units)
-    # In the order of registration, which we take for that of forward. The nearest comes first.
+    # Registration order, which we assume is forward order. Nearest first.
     ordered = [module for module in model.modules() if module in chosen]
     for i, unit in enumerate(ordered):
         unit.set_modules_to_forward_prefetch(ordered[i + 1:i + 1 + n])
@@ -213,7 +213,7 @@ def prefetch(model, units, n):
 
 
 def materialize(module, device):
-    """Memory for the parameters that are on the meta device. (to_empty, as in minimal.py, would
+    """Allocate the parameters that are on the meta device. (to_empty, as in minimal.py, would
     overwrite buffers, and untie parameters that are not sharded.)"""
     made = {}  # {parameter on meta: its replacement}
     for inner in module.modules():
@@ -229,8 +229,8 @@ def materialize(module, device):
 
 
 def allocate(model, device):
-    """For one process, or before `replicate`: parameters on the meta device get memory, for the
-    whole, without values yet. What has values moves to the device."""
+    """For one process, or before `replicate`: allocate parameters on the meta device in full,
+    uninitialized, and move everything else to the device."""
     materialize(model, device)
     for t in (*model.parameters(), *model.buffers()):
         t.data = t.to(device)
@@ -240,8 +240,8 @@ def replicate(model):
     """PyTorch's DDP: every rank keeps everything. Returns the module to call (all ranks)."""
     for p in model.parameters():
         if p.requires_grad:
-            # DDP turns gradients that exist into views of its buckets. Made later, by a
-            # micro-batch that reduces nothing, they are copies beside the buckets.
+            # DDP turns existing gradients into views of its buckets. If a micro-batch that
+            # reduces nothing creates them later, they are extra copies.
             p.grad = torch.zeros_like(p)
     device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
@@ -252,14 +252,14 @@ def replicate(model):
 
 
 def fsdp_root(wrapped):
-    """The module that `shard` was called on, also inside a wrapper such as torch.compile's. None if
-    there is none."""
+    """The module that `shard` was called on, even inside a wrapper such as torch.compile's, or
+    None."""
     return next((m for m in wrapped.modules() if isinstance(m, FSDPModule)), None)
 
 
 def autocast(wrapped, device_type: str, dtype: torch.dtype):
-    """A context: autocast for a model that is not sharded. A sharded one's MixedPrecisionPolicy
-    casts by itself, and autocast on top would put its norms back to fp32."""
+    """A context: autocast for a model that is not sharded. In a sharded one the
+    MixedPrecisionPolicy casts, and autocast on top would put its norms back in fp32."""
     on = dtype != torch.float32 and fsdp_root(wrapped) is None
     return torch.autocast(device_type, dtype, enabled=on)
 
@@ -284,8 +284,8 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
         wrapped.require_backward_grad_sync = sync  # what DDP's no_sync() sets
     elif root:
         root.set_requires_gradient_sync(sync)
-        # After the line above, which sets it too. Between the groups of hybrid sharding: once per
-        # step, however many micro-batches.
+        # After the line above, which sets it too. The groups of hybrid sharding all-reduce once
+        # per step, however many micro-batches.
         root.set_requires_all_reduce(is_last_micro_batch)
         keeps_gathered = getattr(root, "reshard_after_forward", True) is False
         if keeps_gathered and not every:
@@ -293,7 +293,7 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
 
 
 def zero_grad(wrapped, optimizer):
-    """Forget the gradients. DDP's are views of its buckets and must stay there."""
+    """Clear the gradients. DDP's are views of its buckets, so zero them in place."""
     optimizer.zero_grad(set_to_none=not isinstance(wrapped, DistributedDataParallel))
 
 
@@ -302,9 +302,9 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     """Scale the gradients to a global 2-norm of at most max_norm (0: do not clip). Returns the
     norm before clipping, a 0-d tensor on the device (collective when sharded).
 
-    loss_scale: what the loss was multiplied by; gradients are divided by it first. If one has
-    overflowed on any rank, every rank gets a norm that is not finite."""
-    # By hand: clip_grad_norm_ refuses gradients on two devices, as cpu_offload has them.
+    loss_scale: the factor on the loss; gradients are divided by it first. If one overflowed on
+    any rank, every rank gets a norm that is not finite."""
+    # PyTorch's clip_grad_norm_ refuses gradients on two devices, as with cpu_offload.
     is_sharded = fsdp_root(wrapped) is not None
     grads = defaultdict(list)  # {device: this rank's gradients there}
     for name, p in wrapped.named_parameters():
@@ -322,7 +322,7 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     for there in grads.values():
         square += torch.nn.utils.get_total_norm(there).to(square.device) ** 2
     if is_sharded:
-        # Over the shard group only: the groups hold equal gradients, to be counted once.
+        # Only over the shard group: all groups hold equal gradients, so count them once.
         dist.all_reduce(square, group=mesh.get_group(-1))
     norm = square.sqrt() / loss_scale
     if max_norm or loss_scale != 1:
@@ -335,21 +335,21 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
 
 @contextmanager
 def inference(wrapped):
-    """Evaluate or generate inside: eval mode, no gradients. At the end nothing is gathered,
-    and each module is in the mode that it was in. All ranks must run the same forwards, since a
+    """Evaluate or generate inside: eval mode, no gradients. On exit nothing stays gathered, and
+    each module returns to its previous mode. All ranks must run the same forwards, since a
     forward gathers."""
     modes = {module: module.training for module in wrapped.modules()}
     wrapped.eval()
     try:
-        # Even inside of inference_mode, whose gathered copies the next backward could not use.
+        # Leave any inference_mode: the next backward couldn't use copies gathered in it.
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         for module, training in modes.items():
             module.training = training
             if isinstance(module, FSDPModule):
-                # A forward without backward leaves the root gathered (with ZeRO-2 every unit),
-                # and the next optimizer step would not show in that copy.
+                # A forward without backward leaves the root gathered (with ZeRO-2, every unit),
+                # and the next optimizer step would not update that copy.
                 module.reshard()
 
 
@@ -357,8 +357,8 @@ def inference(wrapped):
 
 
 def gather_full(t):
-    """The whole of t in rank 0's host memory, None on the other ranks (collective). Unlike
-    t.full_tensor() only rank 0 ends up with the whole, and it takes half the time."""
+    """All of t in rank 0's host memory, None on the other ranks (collective). Unlike with
+    t.full_tensor(), only rank 0 ends up with all of it, and it takes half the time."""
     t = t.detach()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):
@@ -367,9 +367,9 @@ def gather_full(t):
     ranks = dist.get_process_group_ranks(group)
     if ranks[0] > 0:
         return None  # the first group gathers; the others hold equal copies
-    per_rank = math.ceil(len(t) / len(ranks))  # rows of a rank; the last ones may have fewer
-    # All ranks must send equally many rows, so the last ones pad. They are sent from the
-    # device: NCCL sends no host memory.
+    per_rank = math.ceil(len(t) / len(ranks))  # rows per rank; the last may have fewer
+    # All ranks must send the same number of rows, so the last ones pad. Send them from the
+    # device: NCCL can't send host memory.
     own = t.to_local()
     rows = own.new_zeros(per_rank, *t.shape[1:], device=t.device_mesh.device_type)
     rows[:len(own)] = own
@@ -382,12 +382,12 @@ def gather_full(t):
 
 
 def write_full(t, full):
-    """Set t from its whole value `full`, which every rank has. A DTensor takes its rows. Unlike
-    distribute_tensor it does not need all of them: `full` may be anything that returns rows a to b
-    as full[a:b], with b or both beyond the end for the last ranks."""
+    """Set t from its full value, which every rank has; a DTensor takes its rows. Unlike
+    distribute_tensor it doesn't need all rows: `full` may be anything that returns rows a to b as
+    full[a:b]. On the last ranks b, or both, may be past the end."""
     t = t.detach()
     if not isinstance(t, DTensor):
-        t.copy_(full[:] if t.dim() else full)  # a number cannot be sliced
+        t.copy_(full[:] if t.dim() else full)  # a scalar cannot be sliced
         return
     mesh = t.device_mesh
     per_rank = math.ceil(len(t) / mesh.size(-1))

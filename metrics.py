@@ -5,7 +5,7 @@ wandb and TensorBoard if you ask for them.
     flops = step_flops(model, cfg, world)                # for MFU
     log = Log(cfg, world, out_dir, run_id, step, flops)  # no run_id: only print
     log.step(step, loss, norm, optimizer, scaler, batches)  # every log_interval steps
-    with log.paused(): ...                   # leave an evaluation out of the steps' time
+    with log.paused(): ...                   # exclude an evaluation from the step times
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 """
@@ -44,7 +44,7 @@ NO_SAVE = {"save_s": None, "save_blocked_s": None}
 
 
 def peak_flops(device):
-    """Peak bf16 FLOP/s; None if unknown. It compares whole names, since H100 PCIe contains H100."""
+    """Peak bf16 FLOP/s; None if unknown. It matches whole names, since H100 PCIe contains H100."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -53,7 +53,7 @@ def peak_flops(device):
 
 
 def step_flops(model, cfg, world):
-    """FLOPs of a step of all ranks, for MFU; 0 if the device's peak is not known. Counting
+    """FLOPs of a step over all ranks, for MFU; 0 if the device's peak is unknown. Counting
     takes as long as several steps of a small model. model: on the meta device."""
     if not peak_flops(world.device):
         return 0
@@ -67,8 +67,8 @@ def tokens_per_step(cfg):
 
 def flops_per_token(model, world):
     """FLOPs per token of forward and backward, as PyTorch counts them on the meta device: 6
-    for each weight in a product, 12 T C a layer for attention (PaLM, appendix B), less what
-    frozen parameters spare. 0 if they cannot be counted."""
+    for each weight in a product, 12 T C per layer for attention (PaLM, appendix B), fewer if
+    parameters are frozen. 0 if they cannot be counted."""
     idx = torch.zeros(1, model.config.block_size, dtype=torch.long, device="meta")
     try:
         with FlopCounterMode(display=False) as counter:
@@ -89,9 +89,9 @@ def peak_memory(device):
 
 
 def gpu_memory(device):
-    """Bytes on a GPU: in tensors now, between two steps (the valley beside the peak); the
-    allocator's peak; free on the device. And how often the allocator found no room and freed its
-    cache to try again. On other devices None of each."""
+    """Bytes on a GPU: in tensors now, between two steps (the valley to the peak); the allocator's
+    peak; free on the device. Also how often the allocator ran out of memory, freed its cache and
+    tried again. On other devices all are None."""
     if device.type != "cuda":
         return dict.fromkeys(("valley_memory", "peak_reserved", "free_memory", "alloc_retries"))
     stats = torch.cuda.memory_stats(device)
@@ -105,7 +105,7 @@ def gpu_memory(device):
 
 
 def require_packages(cfg):
-    """SystemExit if one is not here, before the run changes anything on disk."""
+    """SystemExit if a package is missing, before the run changes anything on disk."""
     if cfg.eval_only:
         return  # it logs nowhere
     if cfg.wandb_log:
@@ -115,7 +115,7 @@ def require_packages(cfg):
 
 
 def describe(cfg, model, batches, source, world):
-    """The lines that head a run's output."""
+    """The first lines of a run's output."""
     n = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     samples = cfg.gradient_accumulation_steps * cfg.batch_size
@@ -172,7 +172,7 @@ class Log:
         self.samples = cfg.gradient_accumulation_steps * cfg.batch_size
         self.peak_flops = peak_flops(world.device)
         self.flops = flops
-        self.reset_peak()  # without that of building the model
+        self.reset_peak()  # exclude the peak of building the model
         self.file = self.wandb = self.tensorboard = None
         if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
             return
@@ -198,7 +198,7 @@ class Log:
     @contextmanager
     def paused(self):
         if self.world.device.type == "cuda":
-            # Steps that were not logged are still queued. They are no part of the pause.
+            # Steps that were not logged may still be queued. They don't belong to the pause.
             torch.cuda.synchronize(self.world.device)
         start = time.time()
         yield
@@ -207,7 +207,7 @@ class Log:
         self.reset_peak()
 
     def reset_peak(self):
-        """Let the peak be that of the steps to come."""
+        """Measure the peak from here on."""
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
@@ -216,7 +216,7 @@ class Log:
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
-        waited = torch.tensor(batches.seconds)  # in host memory: no collective of the GPU's
+        waited = torch.tensor(batches.seconds)  # in host memory, so its collective is not the GPU's
         batches.seconds = 0
         waited = all_reduce_max_(waited, self.world).item()  # all ranks wait for the slowest
         data_ms = waited / steps * 1000
@@ -286,8 +286,8 @@ class Log:
         self.write(row)
 
     def saved(self, step, seconds, blocked_s):
-        """A save has ended. blocked_s: seconds that training was blocked. The next row of a
-        step has them: one of its own would come late, as the save ran in the background."""
+        """A save is done. blocked_s: seconds in which training was blocked. Both go into the next
+        step's row: the save ran in the background, so a row of its own would be out of order."""
         print0(self.world, f"saved step {step} in {seconds:.2f}s, of which training was blocked "
                            f"for {blocked_s:.2f}s")
         self.save = dict(save_s=seconds, save_blocked_s=blocked_s)
@@ -306,7 +306,7 @@ class Log:
     def write_line(self, row):
         try:
             print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
-        except OSError as e:  # the row stays in the file's buffer, until there is room
+        except OSError as e:  # the row stays in the file's buffer until there is room
             print(f"cannot write {self.file.name}: {e.strerror}", file=sys.stderr)
 
     def close(self):

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT, GPTConfig
 
-# 1) The mesh: the ranks that share one copy of the model. Making it connects them, and
-#    gives each its GPU.
+# 1) The mesh: the ranks that share one copy of the model. Creating it connects them and
+#    assigns each its GPU.
 if "WORLD_SIZE" not in os.environ:
     raise SystemExit("start it with: torchrun --standalone --nproc_per_node=2 minimal.py")
 size = int(os.environ["WORLD_SIZE"])
 if 12 % size:
     raise SystemExit(f"{size} processes cannot share 12 samples: take 1, 2, 3, 4, 6 or 12")
-local_rank = int(os.environ["LOCAL_RANK"])  # on this node, as the GPUs are
+local_rank = int(os.environ["LOCAL_RANK"])  # the rank on this node, and its GPU's index
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 device = "cuda" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 if device == "cpu":
@@ -42,12 +42,12 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)  # the root: all the rest
 
-# 4) Only now is there memory, for this rank's rows. Every rank draws the same initial
-#    values, and keeps its rows of them.
+# 4) Allocate memory, only now and only for this rank's rows. Every rank draws the same
+#    initial values and keeps its rows.
 model.to_empty(device=device)
 for name, p in model.named_parameters():
     full = model.initial_value(name, p.shape, seed=1337)
-    # full[:] is all of it. src_data_rank=None: nothing is sent, since every rank has it.
+    # full[:] draws the whole tensor. src_data_rank=None: send nothing, every rank has it.
     rows = distribute_tensor(full[:], mesh, p.placements, src_data_rank=None)
     p.data.copy_(rows)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
@@ -80,7 +80,7 @@ hook = mlp.register_forward_hook(look)
 
 # 5) Train. Every rank draws the same 12 samples and takes its share.
 with open(torch.__file__, "rb") as f:
-    text = torch.tensor(list(f.read()))  # a token is a byte
+    text = torch.tensor(list(f.read()))  # one token per byte
 for step in range(101):
     torch.manual_seed(step)
     starts = torch.randint(len(text) - 64, (12, 1))

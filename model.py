@@ -1,6 +1,6 @@
 """
-The GPT, and nothing about parallelism: GPT-2's architecture in plain PyTorch, with
-nanoGPT's names.
+The GPT, without any parallelism: GPT-2's architecture in plain PyTorch, with nanoGPT's
+names.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128))  # PyTorch's initial values
@@ -10,8 +10,8 @@ Sizes: B sequences of T tokens, C = n_embd, nh heads of hs = C / nh, V = vocab_s
 Architecture: Radford et al. 2019 (GPT-2): pre-LayerNorm, learned positions, GELU, a tied
 head.
 
-Another model is another file like this one: `--model=NAME` takes NAME.py beside it. It defines
-ModelConfig, a dataclass of keys, and Model, an nn.Module that has
+For another model, write a file like this one: `--model=NAME` loads NAME.py next to it. It defines
+ModelConfig, a dataclass of keys, and Model, an nn.Module without buffers that has
     config                           its ModelConfig
     blocks                           the repeated layers in forward order: FSDP's units
     forward(idx, targets, cache)     -> (logits, loss). With targets: logits (B, T, V) or None,
@@ -19,13 +19,13 @@ ModelConfig, a dataclass of keys, and Model, an nn.Module that has
                                      are not -1. Without: logits (B, 1, V) of the last
                                      position, and None. cache: optional
     initial_value(name, shape, seed) -> the starting value of a parameter: a tensor, or normal(...)
-    head_loss(x, targets)            optional, for the key loss_chunks: from x (B, T, C), which
-                                     the last norm returns, to (logits, loss). If
-                                     self.loss_chunks is N > 0, in N pieces, and logits None
-    units                            optional: FSDP's units, if they are not the blocks alone
-    matrices()                       optional: what Muon updates
-    causal                           optional: False if it is no left-to-right language model
-and no buffers. docs/model_file.md explains each; tests/test_contract.py checks your file.
+    head_loss(x, targets)            optional, for the key loss_chunks: takes x (B, T, C), the
+                                     last norm's output, and returns (logits, loss). If
+                                     self.loss_chunks is N > 0: in N pieces, and logits None
+    units                            optional: FSDP's units, if not just the blocks
+    matrices()                       optional: the parameters that Muon updates
+    causal                           optional: False if it is not a left-to-right language model
+docs/model_file.md explains each; tests/test_contract.py checks your file.
 """
 
 import hashlib
@@ -42,12 +42,12 @@ from torch.utils.checkpoint import checkpoint
 class GPTConfig:
     # --- model gpt2
     block_size: int = 1024  # context length in tokens
-    vocab_size: int = 50304  # if the data has no meta.json; GPT-2's, padded to 64s
+    vocab_size: int = 50304  # if the data has no meta.json: GPT-2's, padded to a multiple of 64
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768  # width; a multiple of n_head
-    dropout: float = 0.0  # 0 to pre-train; 0.1 or more to fine-tune, or for little data
-    bias: bool = False  # in Linear and LayerNorm: True as GPT-2, False a bit better, faster
+    dropout: float = 0.0  # 0 for pre-training; 0.1 or more for fine-tuning or little data
+    bias: bool = False  # in Linear and LayerNorm. True: as in GPT-2; False: a bit better and faster
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -127,7 +127,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.loss_chunks = 0  # as the key of this name: see head_loss
+        self.loss_chunks = 0  # set from the config key; see head_loss
         V = config.vocab_size
         C = config.n_embd
         blocks = [Block(config) for _ in range(config.n_layer)]
@@ -151,7 +151,7 @@ class GPT(nn.Module):
 
         With targets (B, T), where -1 is ignored: logits (B, T, V), detached, and their mean
         cross-entropy in fp32. Without: logits (B, 1, V) of the last position, and None.
-        cache: a sample.KVCache for each block; once they hold something, idx is one token.
+        cache: one sample.KVCache per block; once they are filled, idx must be a single token.
         """
         past = 0 if cache is None else cache[0].length
         end = past + idx.size(1)
@@ -165,20 +165,20 @@ class GPT(nn.Module):
             x = block(x, of_block)
         x = self.transformer.ln_f(x)
         if targets is None:
-            last = x[:, [-1], :]  # (B, 1, C): generation needs no other
+            last = x[:, [-1], :]  # (B, 1, C): generation needs only the last position
             return self.lm_head(last), None
         return self.head_loss(x, targets)
 
     def head_loss(self, x, targets):
         """x (B, T, C), targets (B, T) -> logits (B, T, V) and the loss.
 
-        With loss_chunks=N the loss is computed in N pieces of the sequence, each of them
-        again in backward, and the logits are None: they never exist whole.
+        With loss_chunks=N it computes the loss over N pieces of the sequence and recomputes each
+        in backward. The logits are None, since they never all exist at once.
         """
         if not self.loss_chunks:
             logits = self.lm_head(x)
             loss = cross_entropy(logits, targets)
-            # Detached, or a compiled backward would add up a gradient of zeros for them.
+            # Detach, or a compiled backward would accumulate a gradient of zeros for them.
             return logits.detach(), loss
 
         def sum_loss(x, targets):
@@ -194,9 +194,9 @@ class GPT(nn.Module):
         return None, total / (targets != -1).sum()
 
     def initial_value(self, name, shape, seed):
-        """The starting value of parameter `name`: fp32, on the CPU. It depends on the seed and
-        the name alone, so all world sizes and devices start from the same model. Take value[:]
-        for all of it; value[a:b] draws these rows only.
+        """The starting value of parameter `name`: fp32, on the CPU. It depends only on the seed
+        and the name, so all world sizes and devices start from the same model. value[:] draws
+        all of it, value[a:b] only those rows.
         """
         module, kind = name.split(".")[-2:]
         if kind == "bias":
@@ -222,14 +222,14 @@ Model = GPT
 def attend(q, k, v, dropout):
     """Causal attention -> (B, nh, T, hs).
 
-    q is (B, nh, T, hs). k and v are longer than that if a cache holds earlier ones. They
-    may have fewer heads: each then serves several of q's (grouped-query attention).
+    q is (B, nh, T, hs). k and v are longer if a cache holds earlier positions. They may have
+    fewer heads: each then serves several query heads (grouped-query attention).
     """
     B, nh, T, hs = q.size()
     written_out = explicit_is_faster(q.device.type, q.dtype, T)
     grouped = k.size(1) < nh
     if grouped and (written_out or q.dtype != torch.bfloat16):
-        # Only flash attention is sure to group heads by itself, and only in bf16.
+        # Only flash attention reliably supports grouped heads, and only in bf16.
         times = nh // k.size(1)
         k = k.repeat_interleave(times, dim=1)  # (B, nh, ...)
         v = v.repeat_interleave(times, dim=1)
@@ -237,7 +237,7 @@ def attend(q, k, v, dropout):
     if not written_out:
         return F.scaled_dot_product_attention(
             q, k, v,
-            is_causal=T > 1,  # one new token sees all that the cache holds
+            is_causal=T > 1,  # a single new token sees the whole cache
             dropout_p=dropout,
             enable_gqa=grouped,
         )
@@ -256,14 +256,14 @@ def attend(q, k, v, dropout):
 
 
 def explicit_is_faster(device_type, dtype, T):
-    # On CPUs in bf16, written out, it takes 9%, 20% and 45% of the fused kernel's time at
+    # On CPUs in bf16, explicit attention takes 9%, 20% and 45% of the fused kernel's time at
     # T = 64, 128 and 256 (AMX). From T = 512 on, and in fp32, it is slower.
     is_bf16_on_cpu = device_type == "cpu" and dtype == torch.bfloat16
     return is_bf16_on_cpu and 1 < T <= 256
 
 
 def cross_entropy(logits, targets, reduction="mean"):
-    """It ignores targets of -1. In fp32, since a sum over V in bf16 loses digits."""
+    """Ignores targets of -1. Computes in fp32, since a sum over V in bf16 loses precision."""
     V = logits.size(-1)
     return F.cross_entropy(
         logits.float().view(-1, V),  # (B T, V)
@@ -274,14 +274,14 @@ def cross_entropy(logits, targets, reduction="mean"):
 
 
 class normal:
-    """Normal numbers, drawn when it is sliced: value[:] is a tensor of all, value[a:b] of these
-    rows. They depend on `key` alone (DTensor's own would depend on the mesh).
+    """Normally distributed numbers, drawn when sliced: value[:] is the whole tensor, value[a:b]
+    only those rows. They depend only on `key` (DTensor's own would depend on the mesh).
 
-    A rank need not draw the rows of the others: the numbers come in chunks of rows, each from a
-    generator of its own.
+    A rank needn't draw the other ranks' rows: the numbers come in chunks of rows, and each chunk
+    has its own generator.
     """
 
-    chunk = 2**20  # numbers, or one row if that is more; other sizes make other numbers
+    chunk = 2**20  # numbers, or one row if that is more; changing it changes the numbers
 
     def __init__(self, shape, std, key):
         self.shape = tuple(shape)
@@ -292,7 +292,7 @@ class normal:
         n, *row = self.shape
         first, last, _ = rows.indices(n)
         value = torch.empty(last - first, *row)
-        height = max(1, self.chunk // math.prod(row))  # rows of a chunk
+        height = max(1, self.chunk // math.prod(row))  # rows per chunk
         chunks = range(first // height, math.ceil(last / height))
         for i in chunks:
             start = i * height
@@ -300,7 +300,7 @@ class normal:
             generator = torch.Generator().manual_seed(self.seed + i)
             drawn = torch.empty(end - start, *row)
             drawn.normal_(0.0, self.std, generator=generator)
-            # Rows start .. end - 1 are drawn: take those that were asked for.
+            # Rows start .. end - 1 are drawn: copy the requested ones.
             a = max(first, start)
             b = min(last, end)
             asked = drawn[a - start:b - start]

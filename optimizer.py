@@ -5,22 +5,22 @@ From gradients to steps: AdamW, the learning rate, and float16's loss scale.
     lr = learning_rate_at(step, cfg)
     scaler = LossScaler(cfg)
 
-AdamW (Loshchilov and Hutter 2019) keeps two moments, m and v, beside each weight w. With its
+AdamW (Loshchilov and Hutter 2019) keeps two moments, m and v, for each weight w. With its
 gradient g, learning rate lr and weight decay d, step t = 1, 2, ... is
     w = w - lr * d * w
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g^2
     w = w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + 1e-8)
-Each number needs only its own g, m and v, so a rank updates its rows alone.
+Each element needs only its own g, m and v, so each rank updates its rows by itself.
 
-Your own can be any torch.optim.Optimizer: return it from make_optimizer in train.py. Each step
+To use your own, return any torch.optim.Optimizer from make_optimizer in train.py. Each step
 sets every group's "lr". Before a checkpoint is loaded, step() is called once with lr 0 and
-gradients of zero: it must leave the weights as they are. In a sharded run a parameter p and its
-gradient are DTensors, of which this rank has some rows.
-Checkpoints keep self.state[p]: tensors, each under a name, all there after the first step; a
-count of steps is a tensor too. State that belongs to p's rows, shaped like p or with one
-number a row, must be a DTensor placed as p is: torch.zeros_like(p) is. Any other tensor must
-be the same on all ranks. Then the run can go on at another world size.
+gradients of zero: it must not change the weights. In a sharded run a parameter p and its
+gradient are DTensors, and this rank has some of their rows.
+Checkpoints keep self.state[p]: named tensors that all exist after the first step; a step count
+must be a tensor too. State that belongs to p's rows (shaped like p, or one number per row) must
+be a DTensor placed like p, such as torch.zeros_like(p). Any other tensor must be the same on
+all ranks. Then the run can resume at another world size.
 """
 
 import math
@@ -62,17 +62,17 @@ def learning_rate_at(step, cfg):
     share = 1 - progress  # linear, from 1 to 0
     if cfg.lr_schedule == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * progress))
-    if cfg.lr_schedule == "wsd":  # warm up, stay, and decay in the last fifth
+    if cfg.lr_schedule == "wsd":  # warm up, stay constant, decay in the last fifth
         share = min(1.0, (cfg.lr_decay_iters - step) / (0.2 * cfg.lr_decay_iters))
     return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
 
 
 class LossScaler:
     """In float16 small gradients would be rounded to 0. So the loss is multiplied by `scale`, and
-    clip_grad_norm divides the gradients by it. Where one of them was too large, the step is
-    skipped on all ranks and the scale is halved; after GROW_AFTER good steps it is doubled.
+    clip_grad_norm divides the gradients by it. If one overflows, all ranks skip the step and halve
+    the scale; after GROW_AFTER good steps they double it.
 
-    In place of torch.amp.GradScaler, whose scale is copied asynchronously: with cpu_offload the
+    It replaces torch.amp.GradScaler, which copies its scale asynchronously: with cpu_offload the
     CPU would read it too soon. Here it is a number on the host."""
 
     GROW_AFTER = 2000  # good steps
@@ -80,14 +80,14 @@ class LossScaler:
     def __init__(self, cfg):
         self.enabled = cfg.dtype == "float16"
         self.scale = cfg.loss_scale if self.enabled else 1.0
-        self.good_steps = 0  # since the scale has changed
-        self.skipped = 0  # steps; Log.step reports them and sets it to 0
+        self.good_steps = 0  # since the scale last changed
+        self.skipped = 0  # steps; Log.step reports and resets it
 
     def scaled(self, loss):
         return loss * self.scale if self.enabled else loss
 
     def accepts(self, norm):
-        """True if the optimizer may take its step. norm: of the gradients of all ranks."""
+        """True if the optimizer may take its step. norm: the gradient norm over all ranks."""
         if not self.enabled:
             return True
         is_finite = math.isfinite(norm)  # synchronization point
@@ -112,8 +112,8 @@ class LossScaler:
 
 
 def allocate_state(optimizer):
-    """Make the state of all parameters, for a checkpoint to fill. PyTorch makes it in the
-    first step, so take one with gradients of 0 and a learning rate of 0: weights stay."""
+    """Create the state of all parameters, for a checkpoint to fill. PyTorch creates it in the
+    first step, so take one with zero gradients and learning rate 0: the weights don't change."""
     rates = [group["lr"] for group in optimizer.param_groups]
     grads = {}
     for group in optimizer.param_groups:

@@ -3,7 +3,7 @@ Processes: start them, agree on values, stop them together, and leave.
 
     world = setup("auto", "auto")            # rank, size, device; opens the process group
     stop = StopSignal(world)                 # SIGTERM, Ctrl-C: all ranks stop after the same step
-    run(main, sys.argv[1:])                  # a user's mistake is one line, exit code 1
+    run(main, sys.argv[1:])                  # a user's mistake prints one line, exit code 1
 
 torchrun starts the processes and tells each its place in environment variables: RANK,
 WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Without them this process is alone.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 TIMEOUT = timedelta(minutes=10)  # a rank that waits longer for a collective gives up
-PATIENCE = timedelta(hours=12)  # where all ranks wait for one rank's disk or download
+PATIENCE = timedelta(hours=12)  # when all ranks wait for one rank's disk or download
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def setup(device, backend, cpu_offload=0.0):
     """
     env = os.environ
     local_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-    # torchrun gives each process one thread, unless somebody has set another number.
+    # torchrun gives each process one thread, unless the user set another number.
     if cpu_offload and env.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, usable_cores() // local_size))
     if "RANK" not in env:
@@ -55,7 +55,7 @@ def setup(device, backend, cpu_offload=0.0):
     one_node = size == local_size  # so all ranks count the same GPUs
     too_few_gpus = 0 < gpus < size
     if device == "auto" and one_node and too_few_gpus:
-        # Two processes, to try things on a machine with one GPU.
+        # For example two processes, to try things out on a machine with one GPU.
         if rank == 0:
             print(f"device=auto: fewer GPUs ({gpus}) than processes ({size}): all take the CPU")
         device = "cpu"
@@ -68,7 +68,7 @@ def setup(device, backend, cpu_offload=0.0):
 
 
 def usable_cores():
-    """Those that this process may run on: Slurm or taskset may leave it fewer than there are."""
+    """The cores that this process may use: Slurm or taskset may allow fewer than there are."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -78,12 +78,12 @@ def open_group(rank, size, device, backend):
     store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun's store outlives a restart (PyTorch issue 135712): a restarted rank could
-        # call the address that its dead peer left there. So each start has keys of its own.
-        # Several nodes count their restarts apart; docs/clusters.md has their remedy.
+        # connect to the address that its dead peer left there. So each start uses its own keys.
+        # On several nodes each counts its own restarts; docs/clusters.md has the remedy.
         store = dist.PrefixStore("start " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     backends = "gloo"
     if device.type == "cuda" and backend != "gloo":
-        # Gloo too: stop flags, and other values that ranks agree on, are in host memory.
+        # Gloo too, for stop flags and other values that ranks agree on in host memory.
         backends = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -91,13 +91,13 @@ def open_group(rank, size, device, backend):
 
 def connect(group, device, with_gather=False):
     """Set the group's timeout, and run each collective once in it (collective). NCCL connects and
-    takes memory at first use. Now memory is still free, and a broken network shows before a
-    minute of compiling. Gloo has connected already.
-    with_gather: also dist.gather, which gather_full uses, if rank 0 is in the group. (Muon
-    connects its own.)
+    takes memory at first use: do that now, while memory is free, so that a broken network shows
+    before a minute of compiling. Gloo is already connected.
+    with_gather: also run dist.gather, which gather_full uses, if rank 0 is in the group. (Muon
+    connects its own collectives.)
     """
-    if dist.get_backend(group) != "fake":  # plans rehearse on this; it has no timeout
-        group.set_timeout(TIMEOUT)  # PyTorch would let hybrid_shard's wait for 30 minutes
+    if dist.get_backend(group) != "fake":  # extras/plan rehearses on it; it has no timeout
+        group.set_timeout(TIMEOUT)  # PyTorch's default for hybrid_shard's groups is 30 minutes
     if "nccl" not in dist.get_backend_config(group):
         return
     one = torch.ones(1, device=device)
@@ -122,7 +122,7 @@ def pick_device(name, local_rank=None):
     a local_rank (under torchrun), 'cuda' is that rank's own GPU. SystemExit if it has none.
     """
     is_first = local_rank in (None, 0)
-    has_mps = torch.backends.mps.is_available() and is_first  # one process may use it
+    has_mps = torch.backends.mps.is_available() and is_first  # only one process can use it
     if name == "auto":
         name = "cpu"
         if torch.cuda.is_available():
@@ -139,8 +139,8 @@ def pick_device(name, local_rank=None):
         if index >= count:
             raise SystemExit(
                 f"device={name}: this PyTorch can use {count} GPUs here; use --device=cpu, or "
-                "fewer processes a node")
-        # Against fragmentation, unless somebody has set the allocator's options.
+                "fewer processes per node")
+        # Against fragmentation, unless the user set the allocator's options.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(index)  # before anything else, or every rank starts on GPU 0
@@ -160,7 +160,7 @@ def print0(world, *args, file=None):
 
 def all_reduce_mean_(x, world, patient=False):
     """Replace tensor x by its mean over all ranks, in place; returns it (collective).
-    patient: wait for hours, since a rank may come late from its disk."""
+    patient: wait for hours, since a slow disk may delay a rank."""
     if world.size > 1:
         dist.all_reduce(x, group=patient_group() if patient else None)
         x /= world.size
@@ -176,14 +176,14 @@ def all_reduce_max_(x, world):
 
 def from_rank0(world, action, group=None):
     """Call action() on rank 0 while the others wait, for hours if need be. Every rank then
-    returns what it returned, or raises its SystemExit (collective).
-    group: of all ranks; the patient one if None."""
+    returns its result, or raises its SystemExit (collective).
+    group: a group of all ranks; by default the patient one."""
     value = error = None
     if world.rank == 0:
         try:
             value = action()
         except SystemExit as e:
-            error = type(e), e.code  # e itself would keep the memory of its frames
+            error = type(e), e.code  # e itself would keep its frames' memory alive
     if world.size > 1:
         box = [value, error]
         cpu = torch.device("cpu")
@@ -196,7 +196,7 @@ def from_rank0(world, action, group=None):
 
 
 class StopSignal:
-    """Notes SIGTERM and Ctrl-C, so that all ranks can stop after the same step."""
+    """Catches SIGTERM and Ctrl-C, so that all ranks can stop after the same step."""
 
     def __init__(self, world):
         self.world = world
@@ -206,13 +206,13 @@ class StopSignal:
 
     def handle(self, number, frame):
         self.received = True
-        # A second signal ends the run at once. Not under torchrun, where it is the same one:
-        # the terminal sends Ctrl-C to the ranks, and torchrun passes it on to them again.
+        # A second signal ends the run at once. But under torchrun it is the same Ctrl-C: the
+        # terminal sends it to the ranks, and torchrun forwards it to them again.
         if not dist.is_initialized():
             signal.signal(number, signal.SIG_DFL)
 
     def requested(self):
-        """True on every rank if any of them has been signalled (collective; over gloo, so it does
+        """True on every rank if any rank received a signal (collective; over gloo, so it does
         not wait for the GPU)."""
         any_received = torch.tensor(float(self.received))
         return bool(all_reduce_max_(any_received, self.world))
@@ -222,8 +222,8 @@ class StopSignal:
 
 
 def run(main, *args):
-    """Call main(*args) and leave. A SystemExit's text is one line and exit code 1; any other
-    exception is a traceback. torchrun's report repeats the error of the rank that failed first."""
+    """Call main(*args) and exit. A SystemExit prints one line, exit code 1; any other exception
+    prints a traceback. torchrun's report repeats the error of the rank that failed first."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopSignal: no traceback either
     code = 1
@@ -243,41 +243,41 @@ def run(main, *args):
         else:
             traceback.print_exc()
             if dist.is_initialized():
-                # Perhaps a peer died, and that broke this rank's connection. torchrun looks ten
-                # times a second: now it sees the peer first.
+                # A peer may have died and broken this rank's connection. torchrun polls ten
+                # times a second: wait, so that it sees the peer first.
                 time.sleep(1)
         tell_torchrun(e)
     leave(code)
 
 
 def tell_torchrun(e):
-    """Under torchrun, write the exception into the file that its report is made from."""
+    """Under torchrun, write the exception to the file that torchrun's report is built from."""
     with suppress(OSError):  # the disk may be full
         get_error_handler().record_exception(e)
 
 
 def say(line):
-    """Print a line to stderr, once for the ranks of this node: the others usually have the same
-    one, and torchrun reports the one that failed first."""
+    """Print a line to stderr, once per node: other ranks usually have the same line, and torchrun
+    reports the rank that failed first."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(line, file=sys.stderr)
 
 
 def leave(code):
-    """With gloo's threads alive one interpreter in ten aborts (exit code -6) in its own
-    clean-up, after all work is done. So a process with a group leaves without cleaning up."""
+    """Exit. With gloo's threads alive, one interpreter in ten aborts (exit code -6) during its
+    clean-up, after all work is done. So a process with a group exits without cleaning up."""
     sys.stdout.flush()
     sys.stderr.flush()
     if not dist.is_initialized():
         sys.exit(code)
     if code == 0:
-        # Peers may still use our connections, and rank 0 may upload its log for long.
+        # Peers may still use our connections, and rank 0's log may take long to upload.
         dist.barrier(patient_group())
     os._exit(code)
 
 
 def out_of_memory(e):
-    """PyTorch has an exception for GPUs only; on CPUs it is a RuntimeError that says so."""
+    """True if e says so. PyTorch has an exception for GPUs only; CPUs raise a RuntimeError."""
     says_so = "can't allocate memory" in str(e)
     return says_so or isinstance(e, (torch.OutOfMemoryError, MemoryError))
 

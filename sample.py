@@ -7,7 +7,7 @@ Sample text from a trained model.
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=-    # from stdin
     python sample.py --out_dir=out --start=ids:1,2,3    # token ids
 
-Where no tokenizer is known, the samples are token ids too.
+If no tokenizer is known, the samples are token ids too.
 """
 
 import inspect
@@ -60,7 +60,7 @@ def generate(
 ):
     """Continue idx (B, T) by sampled tokens; returns (B, T + max_new_tokens).
 
-    vocab_size: the tokenizer's own size; the rows that pad the vocabulary are never drawn.
+    vocab_size: the tokenizer's own size, so that the vocabulary's padding is never drawn.
     The text does not depend on use_cache. A full context restarts from its last half:
     positions are absolute, so a sliding window would invalidate the cache at every token.
     Under FSDP every rank must call it, with the same idx and seed: each forward gathers.
@@ -87,8 +87,8 @@ def generate(
 
 
 def draw(logits, temperature, top_k, generator):
-    """One token (B, 1) from logits (B, V); temperature 0 takes the likeliest."""
-    if temperature < 1e-6:  # so close to 0 logits / temperature would overflow
+    """Draw a token (B, 1) from logits (B, V); temperature 0 takes the likeliest."""
+    if temperature < 1e-6:  # this close to 0, logits / temperature would overflow
         return logits.argmax(dim=-1, keepdim=True)
     if top_k:
         largest = logits.topk(min(top_k, logits.size(-1))).values
@@ -104,11 +104,11 @@ def arguments(argv):
     add("--init_from", default="resume", help="resume, or a Hugging Face model's name or path")
     add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
     add("--start", type=prompt, default="\n",
-        help="the prompt; FILE:path reads one, - stdin; ids:1,2,3 are tokens")
+        help="the prompt; FILE:path reads a file, - reads stdin; ids:1,2,3 are tokens")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
-    add("--max_new_tokens", type=int, default=500, help="tokens a sample (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: the likeliest (%(default)s)")
-    add("--top_k", type=int, default=200, help="of the k likeliest, 0: of all (%(default)s)")
+    add("--max_new_tokens", type=int, default=500, help="tokens per sample (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: likeliest token (%(default)s)")
+    add("--top_k", type=int, default=200, help="sample from the k likeliest; 0: all (%(default)s)")
     add("--seed", type=int, default=1337, help="(%(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *DTYPES))
@@ -116,7 +116,7 @@ def arguments(argv):
     smallest = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, seed=0)
     for key, least in smallest.items():
         value = getattr(args, key)
-        if not value >= least:  # so nan is refused too
+        if not value >= least:  # written so that nan is refused too
             parser.error(f"--{key}={value}: it must be at least {least}")
     return args
 
@@ -161,13 +161,13 @@ def main(argv):
     model = meta_model(cfg)
     if not getattr(model, "causal", True):
         raise SystemExit(
-            f"model={cfg.model}: its class has causal = False, and sample.py writes from left to "
-            "right; sample from it with code of your own")
+            f"model={cfg.model}: its class has causal = False, but sample.py writes from left to "
+            "right; sample from it with your own code")
     parallelize(model, cfg, world)
     load(source, model, None, world)
     model.eval()
 
-    # A Hugging Face directory has its tokenizer itself.
+    # A Hugging Face directory contains its own tokenizer.
     directory = data_dir(theirs["dataset"]) if "dataset" in theirs else source.path
     meta = source.header.get("meta") or read_meta(directory)
     meta = {"vocab_size": cfg.sizes.vocab_size, **meta}
@@ -181,7 +181,7 @@ def main(argv):
             f"--start: token {max(tokens)} is beyond the vocabulary of {vocab_size}")
     x = torch.tensor([tokens], device=world.device)
     generator = torch.Generator(world.device).manual_seed(args.seed)
-    # H100s prefer cuDNN's attention, which makes a plan for each length of the cache.
+    # On H100s PyTorch prefers cuDNN's attention, which makes a new plan for each cache length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     with autocast(model, world.device.type, DTYPES[cfg.dtype]):
         for _ in range(args.num_samples):

@@ -1,6 +1,6 @@
 """
-Train a GPT. The same loop trains on one device, with DDP, or sharded with FSDP2. The step is
-minimal.py's. Around it is everything that a run needs: accumulation, clipping, evaluation,
+Train a GPT. The same loop trains on one device, with DDP, or sharded with FSDP2. It is
+minimal.py's step plus everything a real run needs: accumulation, clipping, evaluation,
 resuming, logs.
 
     python train.py config/quickstart.py             # one process: CPU, one GPU, MPS
@@ -47,15 +47,15 @@ from ranks import (
 
 
 def build(model, cfg, world, source=None):
-    """Allocate a model that is on the meta device, and set its values from `source`, or to initial
-    ones (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or
-    the model itself."""
-    # 1) Memory, for all of it or for this rank's rows.
+    """Allocate a model from the meta device, and load its values from `source` or initialize them
+    (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the
+    model itself."""
+    # 1) Allocate memory, for the whole model or for this rank's rows.
     wrapped = parallelize(model, cfg, world)
-    # 2) The optimizer, before any forward: one leaves the root gathered, and its parameters would
-    # no longer be this rank's rows.
+    # 2) Make the optimizer before any forward: a forward leaves the root gathered, and its
+    # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
-    # 3) Values. Of initial ones every rank draws only the chunks that overlap its rows.
+    # 3) Set the values. Each rank draws only the initial values in chunks that overlap its rows.
     if source:
         allocate_state(optimizer)  # all of it; load drops what the source lacks
         checkpoint.load(source, model, optimizer, world)
@@ -101,12 +101,12 @@ def freeze(model, pattern):
 
 def parallelize(model, cfg, world):
     """Apply precision, activation checkpointing, compilation and strategy to a model on the meta
-    device, in place, and allocate its parameters, without values. Returns the module to call
+    device, in place, and allocate its parameters, uninitialized. Returns the module to call
     (all ranks).
 
     Activation checkpointing replaces block.forward first, and compiling second, so that the
     graph contains the recomputation. FSDP2's hooks stay outside both: a block is gathered before
-    any of its computation, and no hook is in a graph."""
+    it computes anything, and no graph contains a hook."""
     if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
         raise SystemExit(
             f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that supports it "
@@ -129,7 +129,7 @@ def parallelize(model, cfg, world):
     )
     if cfg.compile and cfg.strategy != "single":
         # Block by block: FSDP2's hooks would break up a graph of the whole model, and DDP would
-        # cut it at its buckets, inside of blocks. A single process keeps the whole graph: block
+        # cut it at its buckets, in mid-block. A single process keeps the whole graph: block
         # by block the quickstart takes 4.7% longer on 2 CPU cores, and 124M 1.2% on an H200.
         torch._dynamo.config.optimize_ddp = False
         activations.compile_blocks(model.blocks)
@@ -150,7 +150,7 @@ def shard_model(model, cfg, world):
     """Apply a sharded strategy's keys to the model, in place (all ranks)."""
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     # Connect each group now. A full checkpoint is gathered over the shard group.
-    for group in mesh.get_all_groups():  # the last one shards
+    for group in mesh.get_all_groups():  # the last is the shard group
         with_gather = group is mesh.get_group(-1) and cfg.checkpoint == "full"
         connect(group, world.device, with_gather)
     units = getattr(model, "units", None)  # a model file may list its own
@@ -183,7 +183,7 @@ def make_optimizer(model, cfg):
         lr=cfg.learning_rate,
         weight_decay=cfg.weight_decay,
         momentum=cfg.momentum,
-        # Gradients whose loss scale is gone are too small for float16.
+        # Unscaled gradients are too small for float16.
         dtype=torch.float32 if cfg.dtype == "float16" else DTYPES[cfg.dtype],
     )
 
@@ -192,9 +192,9 @@ def make_optimizer(model, cfg):
 
 
 def open_start(cfg, world):
-    """Open the run's starting point (all ranks). Returns (source, resumed): the Source of its
-    values, None when starting from scratch; and True if the run goes on, False if it only takes
-    the weights."""
+    """Open the run's starting point (all ranks). Returns (source, resumed): source is None when
+    starting from scratch; resumed is True if the run continues, False if it only takes the
+    weights."""
     source = open_source(cfg, world)
     resumed = source is not None and cfg.init_from in ("resume", "auto")
     if source is None and cfg.init_from == "resume":
@@ -216,8 +216,8 @@ def open_start(cfg, world):
 
 
 def final_config(cfg, source, resumed, world):
-    """cfg with its model's sizes: the Source's, or the vocabulary of the data. SystemExit if a
-    file or a flag contradicts them. Prints other differences when resuming."""
+    """cfg with the source's model sizes, or the vocabulary size of the data. SystemExit if a file
+    or a flag contradicts them. When resuming, prints other differences."""
     if source is None:
         return with_vocabulary(cfg)
     # Defaults for checkpoints that lack these keys: older ones, nanoGPT's, Hugging Face's.
@@ -237,8 +237,8 @@ def final_config(cfg, source, resumed, world):
 
 
 def with_vocabulary(cfg):
-    """cfg with the vocabulary of its data, if meta.json gives one; SystemExit if a file or a flag
-    has set another."""
+    """cfg with the vocabulary size of its data, if meta.json has one; SystemExit if a file or a
+    flag set another."""
     ours = cfg.sizes.vocab_size
     size = read_meta(data_dir(cfg.dataset)).get("vocab_size", ours)
     if "vocab_size" in cfg.given and ours != size:
@@ -251,7 +251,7 @@ def with_vocabulary(cfg):
 def open_source(cfg, world, key="init_from"):
     """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
     there is no checkpoint. If it holds LoRA's matrices, their base is opened too.
-    key: where the name comes from, for the error."""
+    key: where the name came from, for error lines."""
     if cfg.init_from == "scratch":
         return None
     own = cfg.init_from in ("resume", "auto")
@@ -280,8 +280,8 @@ def open_source(cfg, world, key="init_from"):
 def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
 
-    Returns this rank's loss (average it over the ranks for the step's) and the global norm of the
-    gradients before clipping. Both are 0-d tensors: reading them waits for the device.
+    Returns this rank's loss (average it over ranks for the step's loss) and the global gradient
+    norm before clipping. Both are 0-d tensors: reading them waits for the device.
     """
     accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches per rank
     for group in optimizer.param_groups:
@@ -291,7 +291,7 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
         is_last = micro == accumulation - 1
         # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
         fsdp.set_grad_sync(wrapped, is_last, every=cfg.grad_sync == "every")
-        # Seed dropout by this micro-batch's number in the whole step: its masks are then the same
+        # Seed dropout by the micro-batch's number within the step, so that its masks are the same
         # at any world size.
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
@@ -300,16 +300,16 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
             # Keep only the loss: holding the logits would keep their memory.
             loss = wrapped(x, y)[1]
         # FSDP and DDP average over ranks; dividing by accumulation averages over micro-batches.
-        # weight is n / mean(n) for n targets that count here, with the mean over all micro-batches
-        # of the step (data/loader.py): it makes each target of the step count the same.
+        # weight is n / mean(n): n targets count in this micro-batch, and the mean is over all
+        # micro-batches of the step (data/loader.py). So each target of the step counts equally.
         loss = loss * weight / accumulation
-        # Fetch the next micro-batch while the GPU runs forward. Later could be too late: after a
-        # logged step its queue is empty.
+        # Fetch the next micro-batch while the GPU runs forward. Any later may be too late: after a
+        # logged step the GPU's queue is empty.
         batches.prefetch_next(step, micro)
         scaler.scaled(loss).backward()
         step_loss += loss.detach()
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scaler.scale)
-    # float16: if a gradient has overflowed on any rank, all of them skip the step.
+    # float16: if a gradient overflowed on any rank, all ranks skip the step.
     if scaler.accepts(norm):
         optimizer.step()
     fsdp.zero_grad(wrapped, optimizer)
@@ -318,7 +318,7 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
 
 def evaluate(wrapped, batches, cfg, world):
     """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers).
-    With several data sets it is their mean by weight, and "split/NAME" is each one's."""
+    With several data sets this is their weighted mean, and "split/NAME" has each one's loss."""
     losses = {}
     for split in ("train", "val"):
         losses[split] = 0.0
@@ -357,8 +357,8 @@ def train(cfg):
     # --- set-up: lock the directory, choose a start, build ---
     world = setup(cfg.device, cfg.backend, cfg.cpu_offload)
     cfg = configurator.resolve(cfg, world)
-    from_rank0(world, lambda: require_packages(cfg))  # no other rank logs
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as nanoGPT
+    from_rank0(world, lambda: require_packages(cfg))  # only rank 0 logs
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as in nanoGPT
     directory = checkpoint.RunDirectory(cfg.out_dir)
     if not cfg.eval_only:
         from_rank0(world, directory.lock)
@@ -381,7 +381,7 @@ def train(cfg):
         run_id = from_rank0(world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, flops)
     saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
-    source = None  # unmap the file: once replaced, it would still take disk space
+    source = None  # unmap the file, or it takes disk space even after it is replaced
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---

@@ -2,7 +2,7 @@
 # steps, about 4 days on 8 A100.
 #   python data/openwebtext/prepare.py
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
-# 124M parameters P fit every GPU many times over, so DDP: it moves 2 P per step, full_shard 3 P.
+# P = 124M parameters easily fit any GPU, so use DDP: it sends 2 P per step, full_shard 3 P.
 
 out_dir = 'out-gpt2'
 dataset = 'openwebtext'

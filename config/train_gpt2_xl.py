@@ -2,7 +2,7 @@
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_xl.py
 # 1.56 billion parameters * 16 bytes (fp32 master, gradient, two moments) = 25 GB: 3.1 GB on each of
 # 8 GPUs. The activations of one sequence in bf16, 32 bytes * 48 * 1024 * 1600, are another 2.5 GB,
-# so checkpointing buys the batch size.
+# so checkpointing allows a larger batch.
 # On 8 GPUs the plan's peak is 16.8 GiB.
 # With --gpu=H100 it plans 1.647 s per step and an MFU of 41.3%; 600,000 steps are 11.4 days.
 

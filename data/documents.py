@@ -1,5 +1,5 @@
 """
-Documents: texts from files and from data sets of Hugging Face's hub, for prepare.py.
+Documents: texts from files and from data sets on the Hugging Face hub, for prepare.py.
 
     for where, row in rows("a.csv", args.split, args):    # args: prepare.py's options
         text = render("{title}: {text}", row, where)      # where: "a.csv: line 2", for errors
@@ -7,8 +7,8 @@ Documents: texts from files and from data sets of Hugging Face's hub, for prepar
 In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document. Any other file
 is one document.
 
-Text is what the file says. Readers that guess types change it: 007 becomes 7, NA nothing, a date
-a timestamp. So the standard library reads all but Parquet files, whose columns have their types.
+Text is kept as written. Readers that guess types change it: 007 becomes 7, NA nothing, a date a
+timestamp. So the standard library reads all files but Parquet, whose columns have types.
 """
 
 import csv
@@ -22,14 +22,15 @@ import sys
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON = (".jsonl", ".ndjson", ".json")
 READABLE = (*JSON, *DELIMITERS, ".parquet", ".txt")
-HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"  # of a data set there: name, or owner/name
+HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"  # of a data set: name, or owner/name
 COLUMN = r"{([^{}]+)}"  # in a template
-TEXT = (str, int, float, type(None))  # what a column of text may hold
+TEXT = (str, int, float, type(None))  # types that a column of text may hold
 
 
 def documents(args, split, document_of, limit=sys.maxsize):
-    """Yield document_of(row, where) for each row of args.source, until `limit` of them are not
-    None: a row without text is. split: of hub data sets. SystemExit if a source cannot be read."""
+    """Yield document_of(row, where) for each row of args.source, or None for a row without text,
+    until there are `limit` documents. split: of hub data sets. SystemExit if a source cannot be
+    read."""
     for source in args.source:
         for where, row in rows(source, split, args):
             document = document_of(row, where)
@@ -43,7 +44,7 @@ def documents(args, split, document_of, limit=sys.maxsize):
 
 
 def render(template, row, where):
-    """The template with the row's value for each {column}; null is empty."""
+    """The template with each {column} replaced by the row's value; null is empty."""
     return re.sub(COLUMN, lambda match: value(row, match[1], where), template)
 
 
@@ -52,7 +53,7 @@ def value(row, column, where):
     found = row.get(column, [])
     if isinstance(found, TEXT):
         return "" if found is None else encodable(str(found))
-    # A later row of JSON without the column has null there.
+    # (A later JSON row that lacks the column has null there.)
     problem = "no text in" if column in row else "the first row has no"
     others = [name for name, one in row.items() if isinstance(one, TEXT)]
     remedy = f"pass --column or --template for one of {', '.join(others)}"
@@ -62,7 +63,7 @@ def value(row, column, where):
 
 
 def encodable(text):
-    """The text with ? for each half of a surrogate pair. JSON can write such a half, and UTF-8
+    """The text with ? for each half of a surrogate pair, which JSON can express but UTF-8
     cannot."""
     return text.encode(errors="replace").decode()
 
@@ -76,7 +77,7 @@ def rows(source, split, args):
     is_local = os.path.isfile(source)
     if os.path.exists(source) and not is_local:
         raise SystemExit(f"{source}: not a file; name the files in it, as {source}/*.txt")
-    # A source that is not here, and is not named like a file, is a hub data set.
+    # A source that doesn't exist here, and isn't named like a file, is a hub data set.
     if not is_local and (extension in READABLE or not re.fullmatch(HUB_NAME, source)):
         raise SystemExit(f"{source}: no such file")
     try:
@@ -94,7 +95,7 @@ def rows(source, split, args):
             yield source, {"text": text, args.column: text}  # --column is for the other files
     except ImportError as e:
         raise SystemExit(f"{source}: {e}; pip install datasets")
-    except Exception as e:  # a dozen kinds: no network, no such data set, a damaged file
+    except Exception as e:  # of a dozen kinds: no network, no such data set, a damaged file
         reason = " ".join(str(e).split())[:300]
         remedy = "the file must be whole"
         if not is_local:
@@ -106,8 +107,8 @@ def lines(source, newline="\n"):
     """Yield (number, text) of each line of a file, without a byte order mark. SystemExit at the
     first that is not UTF-8. newline: as open() takes it; None makes CRLF and a lone CR \\n."""
     open_file = gzip.open if source.lower().endswith(".gz") else open
-    # A bad byte becomes half of a surrogate pair, and so is found in its own line. An error of
-    # the decoder would come with its block, before the lines that are in front of it.
+    # A bad byte becomes half of a surrogate pair, so it is found in its own line. The decoder
+    # would raise for its whole block, before yielding the good lines in front of it.
     how = dict(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
     with open_file(source, "rt", **how) as f:
         for number, line in enumerate(f, 1):
@@ -121,11 +122,11 @@ def lines(source, newline="\n"):
 
 
 class Written(str):
-    """A number, or true or false, as the file writes it."""
+    """A number, true or false, exactly as written in the file."""
 
 
 def unique(pairs):
-    """The object that has these pairs; the pairs themselves if a key is there twice."""
+    """The object with these pairs; the pairs themselves if a key occurs twice."""
     found = dict(pairs)
     return found if len(found) == len(pairs) else pairs
 
@@ -135,7 +136,7 @@ DECODER = json.JSONDecoder(
 
 
 def rows_of_json(source):
-    """An object a line, or one array of objects."""
+    """One object per line, or one array of objects."""
     columns = None
     for where, row in values_of_json(source):
         if not isinstance(row, dict):
@@ -145,7 +146,7 @@ def rows_of_json(source):
         for key, one in row.items():
             if isinstance(one, bool):
                 row[key] = Written(json.dumps(one))
-        # A column that the first row has, and this one has not, is null.
+        # A column of the first row that this row lacks is null.
         columns = columns or dict.fromkeys(row)
         yield where, {**columns, **row}
 
@@ -167,7 +168,7 @@ def values_of_json(source):
 
 
 def parsed(text, source, first):
-    """The JSON value in the text, which begins at line `first` of the source."""
+    """The JSON value in the text; it starts at line `first` of the source."""
     try:
         return DECODER.decode(text.rstrip("\r\n"))
     except json.JSONDecodeError as e:
@@ -180,10 +181,10 @@ def parsed(text, source, first):
 
 
 def rows_of_csv(source, delimiter):
-    """Rows below a line of the columns' names; quotes are as in a spreadsheet's export."""
-    csv.field_size_limit(sys.maxsize)  # it is 131,072 characters
+    """Rows below a line of column names; quotes are as in a spreadsheet's export."""
+    csv.field_size_limit(sys.maxsize)  # default: 131,072 characters
     text = (line for _, line in lines(source))
-    # strict: else a quote that nobody closes takes all that follows.
+    # strict: otherwise an unclosed quote swallows everything after it.
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     columns = None
     while True:
@@ -191,7 +192,7 @@ def rows_of_csv(source, delimiter):
         try:
             fields = next(reader, None)
         except csv.Error as e:
-            reason = str(e).partition(" - ")[0]  # then it speaks to programmers
+            reason = str(e).partition(" - ")[0]  # the rest is for programmers
             raise SystemExit(
                 f"{where}: {reason}, in the row that begins there; put quotes around a text with "
                 "quotes or line ends (a lone CR is one), and write its own quotes twice")
@@ -201,7 +202,7 @@ def rows_of_csv(source, delimiter):
             continue
         if columns is None:
             columns = fields
-            names = [name for name in columns if name]  # nobody asks for one without a name
+            names = [name for name in columns if name]  # an unnamed one can't be asked for
             if len(set(names)) < len(names):
                 raise SystemExit(f"{where}: two columns have the same name; rename one of them")
             continue

@@ -4,12 +4,12 @@ The files of a data set, as prepare.py writes them and loader.py reads them.
 Each split (train, val) is one file, or shards:
 
     train.bin                          nanoGPT's: uint16, one token after the other
-    NAME_train_000001.bin, ...         llm.c's: a header, and then uint16 or uint32
+    NAME_train_000001.bin, ...         llm.c's: a header, then uint16 or uint32
 
-A train.bin may have the header too; tokens above 65,535 need it. Beside them lie meta.json, and
-prepare.json, which says how they were made, and whether all of them are there.
+A train.bin may have the header too; tokens above 65,535 need it. The same directory has meta.json,
+and prepare.json, which records how the files were made and whether they are complete.
 
-Beside X.bin there may be X.mask: one byte per token, without a header. It is 1 if the model
+X.bin may come with X.mask: one byte per token, without a header. The byte is 1 if the model
 learns to predict that token, and 0 if not. Without masks it learns all tokens.
 """
 
@@ -29,7 +29,7 @@ FORMATS = {
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7),
 }
-# Types that a file may have by mistake, the wider first: NumPy's defaults are int64 and float64.
+# Types that a file may have by mistake, widest first: NumPy's defaults are int64 and float64.
 OTHERS = ("int64", "float64", "int32", "float32")
 LOOK = 1 << 15  # tokens at a file's start that are checked for such a type
 RECORD = "prepare.json"
@@ -48,10 +48,10 @@ def extra(name, wanted_by):
 
 
 def write_files(directory, files):
-    """Write {name: content}. Whenever this is killed, each file is whole, or what it was before.
+    """Write {name: content}. If this is killed, each file is either complete or unchanged.
 
     A content is an iterable of bytes-like objects, or a function that writes to the open file.
-    Raises OSError if the disk refuses, and what such a function raises; then no file has changed,
+    Raises OSError if the disk refuses, and any error of such a function; then no file has changed,
     unless only a rename or the last sync failed.
     """
     temporary = {name: Path(directory, f"{name}.tmp") for name in files}
@@ -73,7 +73,7 @@ def write_files(directory, files):
 
 
 def sync(path):
-    """Wait until a file's content, or the names in a directory, are on the disk."""
+    """Wait until a file's content, or a directory's names, are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -85,11 +85,11 @@ def sync(path):
 
 
 def header(dtype, count):
-    """llm.c's header for `count` tokens, as bytes. SystemExit if it cannot count so far."""
+    """llm.c's header for `count` tokens, as bytes. SystemExit if it can't count that far."""
     if count >= 2**31:
         raise SystemExit(
-            f"a shard of {count:,} tokens, and its header counts to 2**31; cut the longest "
-            "document in several")
+            f"a shard of {count:,} tokens, but its header counts to 2**31; cut the longest "
+            "document into several")
     numbers = np.zeros(256, np.int32)
     numbers[:3] = *FORMATS[dtype], count
     return numbers.tobytes()
@@ -112,7 +112,7 @@ def read_record(directory):
 
 def open_split(directory, split):
     """Memory maps of a split's shards, in order, or of its one file. SystemExit if they are
-    not one whole data set."""
+    not one complete data set."""
     record = read_record(directory)
     if not record.get("finished", True):
         raise SystemExit(
@@ -166,8 +166,8 @@ def open_tokens(path):
 
 
 def require_uint16(tokens, vocab_size):
-    """SystemExit if a file without a header looks like another type: read as that type, its
-    first bytes are whole numbers below vocab_size."""
+    """SystemExit if a file without a header looks like another type: its first bytes, read as
+    that type, are whole numbers below vocab_size."""
     if tokens.offset == HEADER_BYTES:
         return
     head = np.array(tokens[:LOOK])
@@ -176,17 +176,17 @@ def require_uint16(tokens, vocab_size):
         numbers = head.view(dtype)
         with np.errstate(invalid="ignore"):  # tokens read as floats may be NaN, which is no token
             is_token = (numbers >= 0) & (numbers < vocab_size) & (numbers == np.floor(numbers))
-        # Zeros look the same in all types, and so may data of a short period, such as 1, 0.
+        # Zeros look the same in all types, and so may data with a short period, such as 1, 0.
         others = numbers[numbers != 0]
         if is_token.all() and len(others) >= 100 and len(np.unique(others)) > 1:
             raise SystemExit(
-                f"{tokens.filename}: it looks like {dtype}, and without a header it must be "
-                "uint16; write np.array(tokens, np.uint16), or uint32 behind llm.c's header")
+                f"{tokens.filename}: it looks like {dtype}, but without a header it must be "
+                "uint16; write np.array(tokens, np.uint16), or uint32 after llm.c's header")
 
 
 def open_masks(files):
-    """Memory maps of the masks beside a split's files of tokens; [] if it has none.
-    SystemExit if they do not fit."""
+    """Memory maps of the masks of a split's token files; [] if it has none. SystemExit if
+    they do not fit."""
     paths = [Path(tokens.filename).with_suffix(".mask") for tokens in files]
     missing = [path for path in paths if not path.exists()]
     is_expected = ".mask" in read_record(paths[0].parent).get("files", [])
@@ -194,11 +194,11 @@ def open_masks(files):
         return []
     if missing:
         raise SystemExit(
-            f"{missing[0]}: it is missing, and this data has masks; copy or prepare the data "
+            f"{missing[0]}: it is missing, but this data has masks; copy or prepare the data "
             "again")
     for path, tokens in zip(paths, files):
         if path.stat().st_size != len(tokens):
             raise SystemExit(
-                f"{path}: {path.stat().st_size:,} bytes for {len(tokens):,} tokens, and each "
+                f"{path}: {path.stat().st_size:,} bytes for {len(tokens):,} tokens, but each "
                 "token has one byte; copy or prepare the data again")
     return [np.memmap(path, np.bool_, mode="r") for path in paths]

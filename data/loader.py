@@ -1,18 +1,18 @@
 """
-Batches of tokens. Which ones come when is a pure function of (seed, split, step), so a
-run that resumes has nothing to restore.
+Batches of tokens. Their order is a pure function of (seed, split, step), so a resumed run has
+nothing to restore.
 
     batches = open_batches(cfg, world)
     x, y, weight = batches.get(step, micro)  # (batch_size, block_size) each, on the device
-    batches.prefetch_next(step, micro)       # the one that follows, while the GPU is busy
+    batches.prefetch_next(step, micro)       # read the following one while the GPU is busy
 
 A split is cut into windows of block_size tokens. Each epoch visits every window once, in
 an order that is computed window by window, without a shuffled index in memory. (nanoGPT
 draws random offsets instead.)
 
-A split is a file or shards; files.py describes them, and the masks. A target that the mask
-leaves out is -1, which models ignore. A window with no other targets is read like any, and
-counts for nothing: if it were skipped, the order would depend on the masks.
+A split is a file or shards; files.py describes them, and the masks. Masked-out targets are -1,
+which models ignore. A window with no other targets is read anyway, with weight 0: skipping it
+would make the order depend on the masks.
 """
 
 import json
@@ -32,21 +32,21 @@ HERE = Path(__file__).absolute().parent
 
 
 def open_batches(cfg, world):
-    """The Batches of the key `dataset`, which may name a mixture of data sets."""
+    """The Batches for cfg.dataset, which may be a mixture of data sets."""
     if is_mixture(cfg.dataset):
         return mixture_module(cfg.dataset).MixedBatches(cfg, world)
     return Batches(cfg, world)
 
 
 class Batches:
-    """This rank's micro-batches. At any world size a step has the same samples, in order."""
+    """This rank's micro-batches. A step has the same samples, in order, at any world size."""
 
     def __init__(self, cfg, world):
         self.cfg = cfg
         self.world = world
         self.counted = None, 0  # a step, and its mean_targets
         self.prefetched = None, None  # (step, micro), and its batch
-        self.seconds = 0  # time spent reading since the last log line, in which training waited
+        self.seconds = 0  # that training waited for reads since the last log line
         # [(name, share of the samples, Batches)] of each data set. A mixture has several.
         self.parts = self.open()
 
@@ -67,19 +67,19 @@ class Batches:
 
     def get(self, step, micro):
         """(inputs, targets, weight) of one micro-batch: (batch_size, block_size) each, int64.
-        It has been prefetched, or is read now.
+        Reads it now unless it was prefetched.
 
-        weight: how many of its targets count, in proportion to the mean micro-batch of this
-        step on all ranks. Without masks it is 1.
+        weight: how many of its targets count, relative to the mean micro-batch of this step
+        over all ranks. Without masks it is 1.
         """
         found, batch = self.prefetched
-        self.prefetched = None, None  # else its memory would be kept for too long
+        self.prefetched = None, None  # or its memory would be kept for too long
         if found != (step, micro):
             batch = self.read(step, micro)
         return batch
 
     def prefetch_next(self, step, micro):
-        """Read the micro-batch that follows this one, and keep it for get()."""
+        """Read the micro-batch after this one, and keep it for get()."""
         micro += 1
         if micro == self.cfg.gradient_accumulation_steps // self.world.size:
             step += 1
@@ -87,7 +87,7 @@ class Batches:
         self.prefetched = (step, micro), self.read(step, micro)
 
     def read(self, step, micro):
-        """The batch that get() returns; the time it takes is added to self.seconds."""
+        """The batch that get() returns; adds the time it takes to self.seconds."""
         started = time.perf_counter()
         B = self.cfg.batch_size
         T = self.cfg.sizes.block_size
@@ -105,14 +105,14 @@ class Batches:
         return x, y, weight
 
     def samples(self, first, count):
-        """[(files, rows, windows)] for training samples first .. first + count - 1: which of
-        them come from these files, and their windows."""
+        """[(files, rows, windows)] for training samples first .. first + count - 1: the rows
+        that come from these files, and their windows."""
         files = self.files["train"]
         return [(files, slice(None), train_order(len(files), self.cfg.seed, first, count))]
 
     def mean_targets(self, step):
         """How many targets of a micro-batch count, averaged over all ranks' micro-batches of
-        this step. Each rank counts all of them itself, so that none waits for another."""
+        this step. Each rank counts all of them, so that no rank waits for another."""
         A = self.cfg.gradient_accumulation_steps
         B = self.cfg.batch_size
         if not any(part.files["train"].masks for _, _, part in self.parts):
@@ -124,10 +124,10 @@ class Batches:
         return self.counted[1]
 
     def fixed(self, split):
-        """Yield (inputs, targets, weight): this rank's part of the windows of an evaluation.
+        """Yield (inputs, targets, weight): this rank's share of an evaluation's windows.
 
         weight: how many targets of the micro-batch count, in windows. All ranks yield equally
-        often, since each forward is a collective; without a window left the weight is 0.
+        often, since each forward is a collective; a rank that runs out of windows has weight 0.
         """
         B = self.cfg.batch_size
         world = self.world
@@ -136,7 +136,7 @@ class Batches:
         for start in range(0, len(order), world.size * B):
             first = start + world.rank * B
             windows = order[first:first + B]
-            # Repeat windows up to B: a compiled model would be compiled again for fewer.
+            # Repeat windows up to B: a smaller batch would recompile a compiled model.
             x, y = files.batch(np.resize(windows if len(windows) else order, B))
             y[len(windows):] = -1
             x, y, count = self.ready(x, y)
@@ -161,7 +161,7 @@ class Batches:
 
 class TokenFiles:
     """One split of a data set: windows of block_size tokens in memory-mapped files.
-    docs/fork.md says what a subclass without files needs."""
+    docs/fork.md shows what a subclass without files needs."""
 
     masks = ()
 
@@ -176,7 +176,7 @@ class TokenFiles:
                 f"pass --block_size={window}, or prepare it again with --window={block_size}")
         self.files = open_split(directory, split)
         self.masks = open_masks(self.files)
-        # n windows take n * block_size + 1 tokens: a last target follows the last input.
+        # n windows take n * block_size + 1 tokens: the last input needs a target too.
         self.starts = [0]  # the number of each file's first window
         for tokens in self.files:
             windows = (len(tokens) - 1) // block_size
@@ -185,7 +185,7 @@ class TokenFiles:
         if len(self) == 0:
             longest = max(self.files, key=len)
             raise SystemExit(
-                f"{longest.filename}: {len(longest)} tokens, and block_size={block_size} "
+                f"{longest.filename}: {len(longest)} tokens, but block_size={block_size} "
                 f"needs {block_size + 1}; lower it, or prepare more text, or again with a larger "
                 "--val_fraction")
         # How many targets count in each window.
@@ -196,7 +196,7 @@ class TokenFiles:
         self.counts = np.concatenate(counts) if counts else None
         for tokens in self.files:
             require_uint16(tokens, vocab_size)
-        # Look at 100 windows now: tokens of another vocabulary nearly always show up.
+        # Check 100 windows now: tokens of another vocabulary nearly always show up.
         inputs, _ = self.batch(eval_order(len(self), 100))
         self.largest = inputs.max().item()
 
@@ -216,7 +216,7 @@ class TokenFiles:
         y = np.empty_like(x)
         for row, window in enumerate(windows):
             file = bisect_right(self.starts, window) - 1
-            start = (window - self.starts[file]) * T  # of its first token, in the file
+            start = (window - self.starts[file]) * T  # its first token's position in the file
             tokens = self.files[file][start:start + T + 1]
             largest = tokens.max()
             if largest >= self.vocab_size:
@@ -244,8 +244,8 @@ def mixture_module(dataset):
 
 
 def data_dir(dataset):
-    """data/<dataset>; a path to a directory is taken as it is. A mixture has the directory of
-    its first data set, since all have the same vocabulary."""
+    """data/<dataset>; a path to a directory is used as it is. A mixture uses the directory of
+    its first data set, since all of them have the same vocabulary."""
     if is_mixture(dataset):
         dataset = next(iter(mixture_module(dataset).parse_mixture(dataset)))
     return Path(dataset) if os.path.isdir(dataset) else HERE / dataset
@@ -271,8 +271,8 @@ def checked_meta(path, load):
             raise ValueError(f"vocab_size is {vocab_size!r}")
         if "chars" not in meta and meta.get("tokenizer") not in (None, *TOKENIZERS):
             raise ValueError(
-                f"tokenizer is {meta['tokenizer']!r}, and must be one of {', '.join(TOKENIZERS)}; "
-                "a list of characters is the key chars")
+                f"tokenizer is {meta['tokenizer']!r}, but must be one of {', '.join(TOKENIZERS)}; "
+                "a list of characters goes into the key chars")
         return meta
     except Exception as e:
         raise SystemExit(
@@ -280,7 +280,7 @@ def checked_meta(path, load):
 
 
 def load_pickle(file):
-    """nanoGPT's meta.pkl. For a data set of characters it has {id: character}."""
+    """Load nanoGPT's meta.pkl. For a data set of characters it has {id: character}."""
     meta = SafeUnpickler(file, {}).load()
     if "itos" not in meta:
         return meta
@@ -289,8 +289,8 @@ def load_pickle(file):
 
 
 class SafeUnpickler(pickle.Unpickler):
-    """Reads a pickle without running code from it. Numbers, strings, lists and dicts need
-    none. Anything else is refused unless it is in admitted, {module: "name name"}."""
+    """Reads a pickle without running code from it. Numbers, strings, lists and dicts are
+    safe. Anything else is refused unless it is in admitted, {module: "name name"}."""
 
     def __init__(self, file, admitted):
         super().__init__(file)
@@ -324,12 +324,12 @@ def permute(numbers, n, key):
     side = 1 << max(1, bits)
     round_keys = np.random.SeedSequence(key).generate_state(4).tolist()
     result = numbers.astype(np.uint64)
-    # Cycle walking: permute numbers that are not below n again.
+    # Cycle walking: permute again any numbers that are not below n.
     beyond = np.full(len(numbers), True)
     while beyond.any():
         left, right = np.divmod(result[beyond], side)
         for round_key in round_keys:
-            # Each round can be undone, whatever scramble returns: so it is a permutation.
+            # Each round is invertible whatever scramble returns, so this is a permutation.
             scrambled = left ^ scramble(right ^ round_key) % side
             left = right
             right = scrambled
@@ -339,7 +339,7 @@ def permute(numbers, n, key):
 
 
 def scramble(x):
-    """32 bits, each of which depends on many bits of x."""
+    """32 bits, each depending on many bits of x."""
     x = x * 0x9E3779B1 & 0xFFFFFFFF
     x = (x ^ x >> 15) * 0x85EBCA6B & 0xFFFFFFFF
     return x ^ x >> 13

@@ -1,5 +1,5 @@
 r"""
-Turn any text into files of tokens: local files, or data sets of Hugging Face's hub.
+Turn any text into token files: local files, or data sets on the Hugging Face hub.
 
     python data/prepare.py my_data notes/*.txt                          # -> data/my_data/
     python data/prepare.py my_data qa.jsonl --template='Q: {question}\nA: {answer}'
@@ -7,18 +7,18 @@ Turn any text into files of tokens: local files, or data sets of Hugging Face's 
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
 
 In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document. Any other file
-is one document, of text. Documents are streamed through all cores. Each ends with an end-of-text
+is one text document. Documents are streamed through all cores. Each ends with an end-of-text
 token. Rows without text are left out, and the last lines say how many.
 
-A data set smaller than a shard becomes train.bin and val.bin, as nanoGPT's: uint16, or uint32
-behind llm.c's header if the vocabulary is above 65,535. A larger one becomes shards with that
-header, <name>_train_000001.bin and so on, each with a small one of val. After a kill start the
-same command again: it goes on after the last shard.
+A data set smaller than a shard becomes train.bin and val.bin, as in nanoGPT: uint16, or uint32
+after llm.c's header if the vocabulary is above 65,535. A larger one becomes shards with that
+header, <name>_train_000001.bin and so on, each with a small val shard. If it is killed, start the
+same command again: it continues after the last shard.
 
-A hash of its text puts a document into train or val, whatever the order, the limit or the
+A hash of a document's text puts it into train or val, whatever the order, the limit or the
 number of workers. If a split has fewer than 10,000 tokens when the first shard is full, or at
-the end, val gets the last tenth of all tokens until then instead. A data set of the hub may have
-a split of its own for that: --val_split=validation.
+the end, val gets the last tenth of all tokens so far instead. If a hub data set has its own
+validation split, use it: --val_split=validation.
 """
 
 import hashlib
@@ -59,8 +59,8 @@ from data.tokenizer import encoder  # noqa: E402
 
 SPLITS = ("train", "val")
 MANY = 10_000  # tokens: a smaller split gives no useful loss
-CHUNK = 1 << 20  # characters that travel to a worker together
-# A shard may be a chunk longer than it was asked to be, and its header counts to 2**31.
+CHUNK = 1 << 20  # characters that are sent to a worker together
+# A shard may be a chunk longer than requested, and its header counts to 2**31.
 LARGEST = 1 << 30
 
 
@@ -68,12 +68,12 @@ LARGEST = 1 << 30
 
 
 class Job:
-    """What becomes of a row: a document, its tokens, their files. Each worker has a copy. A
-    command that makes something else of it has a Job of its own, and passes main() what makes
-    that."""
+    """Turns a row into a document, its tokens, and their files. Each worker has a copy. A
+    command with other documents or files subclasses Job, and passes main() a function that
+    makes it."""
 
-    window = 1  # so many tokens stay together where val gets the end of all
-    meta = {}  # more for meta.json
+    window = 1  # this many tokens stay together if val gets the end of all tokens
+    meta = {}  # more entries for meta.json
 
     def __init__(self, args, own):
         """own: the Encoder of args.tokenizer."""
@@ -84,7 +84,7 @@ class Job:
         self.item = self.dtype  # of a token in memory
 
     def document(self, row, where):
-        """The document of a row, here its text; None if it has none. where: for errors."""
+        """A row's document, here its text; None if it has none. where: for errors."""
         return render(self.template, row, where) or None
 
     def key(self, document):
@@ -94,12 +94,12 @@ class Job:
     def encode(self, document, own):
         """A document's tokens, with the end-of-text token, as an array of self.item."""
         tokens = np.array(own.encode(document), self.dtype)
-        if tokens[-1:].tolist() != [own.end]:  # some tokenizers put it there themselves
+        if tokens[-1:].tolist() != [own.end]:  # some tokenizers add it themselves
             tokens = np.append(tokens, self.dtype.type(own.end))
         return tokens
 
     def files(self, items):
-        """{extension: array} of the files that these tokens become, .bin among them."""
+        """{extension: array} of the files for these tokens, including .bin."""
         return {".bin": items}
 
 
@@ -109,7 +109,7 @@ class Chunk:
 
     documents: list
     val_fraction: float  # of them
-    # Of all rows until its end, those of earlier chunks too:
+    # Over all rows up to its end, including earlier chunks:
     rows: int
     empty: int  # how many of them have no text
     crc: int  # of their documents
@@ -131,7 +131,7 @@ def chunks(parts, key):
                 text = key(document)
                 size += len(text)
                 crc = zlib.crc32(text.encode(), crc)
-            crc = zlib.crc32(b"\xff", crc)  # ends a row, and is no byte of UTF-8
+            crc = zlib.crc32(b"\xff", crc)  # ends a row; never occurs in UTF-8
             if size >= CHUNK:
                 yield Chunk(found, val_fraction, rows, empty, crc)
                 found = []
@@ -142,9 +142,9 @@ def chunks(parts, key):
 def tokenize(chunks, workers, job):
     """Yield (chunk, tokens of train and of val as bytes), in order."""
     with ProcessPoolExecutor(workers, initializer=die_with_parent) as pool:
-        # A generator: a chunk is read, and sent to a worker, when this asks for it.
+        # A generator: each chunk is read, and sent to a worker, only on demand.
         submitted = ((chunk, pool.submit(encode, chunk, job)) for chunk in chunks)
-        pending = list(islice(submitted, 4 * workers))  # at most so many, so memory stays flat
+        pending = list(islice(submitted, 4 * workers))  # a limit keeps memory flat
         while pending:
             chunk, tokens = pending.pop(0)
             yield chunk, tokens.result()
@@ -152,7 +152,7 @@ def tokenize(chunks, workers, job):
 
 
 def die_with_parent():
-    """In a worker: leave Ctrl-C to prepare.py, and end if that is killed, since no more chunks
+    """In a worker: leave Ctrl-C to prepare.py, and exit if it is killed, since no more chunks
     will come."""
     def wait():
         parent_process().join()
@@ -163,7 +163,7 @@ def die_with_parent():
 
 
 def encode(chunk, job):
-    """The tokens of train and those of val, as bytes; runs in a worker."""
+    """The tokens of train and of val, as bytes; runs in a worker."""
     own = encoder(job.tokenizer)
     parts = bytearray(), bytearray()
     for document in chunk.documents:
@@ -179,14 +179,15 @@ def encode(chunk, job):
 class Shards:
     """The tokens of train and val, on their way to the files in `out`.
 
-    They wait in memory until the chunk with which a split has shard_tokens. Then both splits
-    are written, and prepare.json says how far that is. The next start goes on from there. After
-    a kill between the two it writes the same shard once more.
+    They wait in memory until a chunk brings a split to shard_tokens. Then both splits are
+    written, and prepare.json records the progress. The next start continues from there; after a
+    kill between the two it writes the same shard again.
     """
 
     def __init__(self, out, arguments, job, end_fraction):
-        """arguments: a later start must have the same. end_fraction: of all tokens, if val gets
-        the end of them; 0 if it has documents of its own. SystemExit if out has other data."""
+        """arguments: a later start must have the same. end_fraction: the fraction of all tokens
+        for val if it gets their end; 0 if it has its own documents. SystemExit if out has other
+        data."""
         self.out = out
         self.job = job
         self.end_fraction = end_fraction
@@ -204,10 +205,10 @@ class Shards:
                 raise SystemExit(
                     f"{out}: prepared with another {key}; pass the same, or move its files away "
                     "to begin again, or pass another --out")
-        self.record |= {"finished": True, **begun}  # as files.py has it: earlier ones do not say
+        self.record |= {"finished": True, **begun}  # files.py's default: old records lack it
 
     def is_finished(self):
-        """True if an earlier start has finished, and all files are there. SystemExit if one is
+        """True if an earlier start finished, and all files are there. SystemExit if one is
         missing, or a source has changed since."""
         if not self.record["finished"]:
             return False
@@ -221,7 +222,7 @@ class Shards:
         return True
 
     def left(self, chunks):
-        """The chunks after those in the shards. SystemExit if the documents have changed."""
+        """The chunks that are not in a shard yet. SystemExit if the documents have changed."""
         rows = self.record["rows"]
         if rows:
             print(f"{self.out}: going on after {self.record['shards']} shards and {rows:,} rows")
@@ -234,7 +235,7 @@ class Shards:
         return chunks
 
     def add(self, chunk, parts):
-        """Take what tokenize() yields, and write a shard if it is full."""
+        """Add tokenize()'s results, and write a shard if it is full."""
         for waiting, part in zip(self.waiting.values(), parts):
             waiting.extend(part)
         self.last = chunk
@@ -242,7 +243,7 @@ class Shards:
             self.write({})
 
     def finish(self, files):
-        """Write what still waits, and files, {name: parts}."""
+        """Write the waiting tokens, and files, {name: parts}."""
         self.write(files, is_last=True)
         shards = self.record["shards"]
         for split, count in self.record["tokens"].items():
@@ -254,12 +255,12 @@ class Shards:
             print(f"{self.out}: rows or files with nothing to learn, left out: {self.last.empty:,}")
 
     def write(self, files, is_last=False):
-        """Write what waits as a shard, or as train.bin and val.bin if it is all there is."""
+        """Write the waiting tokens as a shard, or as train.bin and val.bin if they are all."""
         record = self.record
         if not record["shards"]:
             self.hold_out()
         if not record["rows"]:
-            # A start after a kill must know whose the first files are.
+            # After a kill, the next start must know whose files these are.
             write_files(self.out, {RECORD: [json.dumps(record).encode()]})
         is_all = is_last and not record["shards"]
         if not is_all and any(self.waiting.values()):
@@ -274,7 +275,7 @@ class Shards:
         self.waiting = {split: bytearray() for split in SPLITS}
 
     def contents(self, file, split, with_header):
-        """{name: parts} of the split's tokens that wait, and of what lies beside them."""
+        """{name: parts} of the split's waiting tokens, and of the files next to them."""
         job = self.job
         arrays = job.files(np.frombuffer(self.waiting[split], job.item))
         self.record["files"] = list(arrays)
@@ -289,18 +290,18 @@ class Shards:
         return files
 
     def hold_out(self):
-        """If a split has few tokens before the first shard, give val the end of all."""
+        """If a split has few tokens before the first shard, give val the end of all tokens."""
         train, val = self.waiting.values()
         size = self.job.item.itemsize
         if self.end_fraction and min(len(train), len(val)) < MANY * size:
-            # First all to train. What the hash held out comes last, and so stays held out.
+            # First move all to train. Text held out by the hash goes last, so it stays held out.
             train.extend(val)
             count = len(train) // size
             window = self.job.window
             first = round((1 - self.end_fraction) * count)
             first -= first % window
             first = min(max(first, window), count - window)
-            # Then the end of them to val.
+            # Then move the end to val.
             val[:] = train[first * size:]
             del train[first * size:]
             percent = 100 * self.end_fraction
@@ -311,7 +312,7 @@ class Shards:
 
 
 def write_small(out, train, val, **meta):
-    """Write out's files from two lists of tokens. SystemExit if others are there."""
+    """Write out's files from two lists of tokens. SystemExit if it has other files."""
     out = Path(out)
     contents = {
         "train.bin": np.array(train, np.uint16).tobytes(),
@@ -327,15 +328,15 @@ def write_small(out, train, val, **meta):
 
 @contextmanager
 def output_directory(out):
-    """Make the directory, and remove it again if nothing was written. Inside, Ctrl-C and what
-    the disk refuses are a SystemExit."""
+    """Make the directory, and remove it again if nothing was written. Inside, Ctrl-C and disk
+    errors become a SystemExit."""
     is_new = not out.exists()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        # Until here Ctrl-C has ended the process. Now it is the KeyboardInterrupt below.
+        # Until now Ctrl-C ended the process. From here on it is the KeyboardInterrupt below.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=out).close()  # a directory that cannot be written shows at once
+        TemporaryFile(dir=out).close()  # find out at once if it is not writable
         yield
     except KeyboardInterrupt:
         raise SystemExit(f"{out}: stopped; start it again, and it goes on")
@@ -350,7 +351,7 @@ def output_directory(out):
 
 
 def require_no_other_data(out, contents):
-    """SystemExit if a data set is in out. Files with exactly these contents are none."""
+    """SystemExit if out has a data set. Files with exactly these contents don't count."""
     others = []
     for file in sorted(os.listdir(out)):
         tokens = file.replace(".mask", ".bin")
@@ -370,7 +371,7 @@ def require_no_other_data(out, contents):
 
 
 def parser_of(doc):
-    """A parser with the help `doc` and the option that all of these commands have."""
+    """A parser with the help text `doc` and the option that all of these commands share."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
     parser.add_argument("--out", metavar="DIR", help="instead of data/<name>/")
@@ -380,7 +381,7 @@ def parser_of(doc):
 def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
          more_options=lambda option: None, **defaults):
     """The command; returns the directory. Each data/<name>/prepare.py calls it with its name,
-    source, defaults. job_of: makes a Job of (args, encoder); more_options: a function of
+    source and defaults. job_of: makes a Job from (args, encoder); more_options: a function of
     parser.add_argument."""
     parser = parser_of(doc)
     if name is None:
@@ -395,7 +396,7 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
     args.hash_fraction = args.val_fraction or hash_fraction
 
     require_sound(args)
-    own = encoder(args.tokenizer)  # here first: a mistake is then one line, not one per worker
+    own = encoder(args.tokenizer)  # here first, so that a mistake is one line, not one per worker
     job = job_of(args, own)
     out = Path(args.out or HERE / args.name)
     with output_directory(out):
@@ -407,18 +408,18 @@ def add_options(parser, hash_fraction):
     option = parser.add_argument
     option("--subset", help="configuration of a hub data set")
     option("--split", default="train", help="split of a hub data set (default: train)")
-    option("--val_split", metavar="S", help="split of a hub data set that becomes val, whole")
+    option("--val_split", metavar="S", help="split of a hub data set to use as val")
     option("--column", default="text", help="column that holds the text (default: text)")
     option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
     option("--tokenizer", metavar="T", default="gpt2",
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
     option("--val_fraction", metavar="F", type=float,
-           help=f"share of the documents that go into val (default: {hash_fraction}), or of the "
-                "tokens if val gets the end of them (default: 0.1)")
+           help=f"fraction of documents for val (default: {hash_fraction}), or of tokens if "
+                "val gets the end of them (default: 0.1)")
     option("--limit", metavar="N", type=int, default=sys.maxsize,
            help="only the first N documents")
     option("--shard_tokens", metavar="N", type=int, default=100_000_000,
-           help="tokens after which a shard ends, with its last chunk (default: 100 million)")
+           help="tokens per shard, rounded up to a whole chunk (default: 100 million)")
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # Slurm or taskset may leave fewer
         cores = len(os.sched_getaffinity(0))
@@ -427,7 +428,7 @@ def add_options(parser, hash_fraction):
 
 
 def require_sound(args):
-    """SystemExit if a number is out of its range, or an option does not fit the others."""
+    """SystemExit if a number is out of range, or options don't go together."""
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         raise SystemExit(f"--val_fraction={args.val_fraction} must be above 0 and below 1")
     for key in ("limit", "shard_tokens", "workers"):
@@ -445,7 +446,7 @@ def require_sound(args):
 
 
 def prepare(args, job, own, out):
-    """Tokenize the documents of args, or those that an earlier start has left. own: the
+    """Tokenize the documents of args, or the rest of them after an earlier start. own: the
     Encoder of args.tokenizer."""
     end_fraction = 0 if args.val_split else args.val_fraction or 0.1
     shards = Shards(out, comparable(args), job, end_fraction)
@@ -454,7 +455,7 @@ def prepare(args, job, own, out):
         return
     train = documents(args, args.split, job.document, args.limit)
     parts = [(args.hash_fraction, train)]
-    if args.val_split:  # it comes first, so that the first shard has it
+    if args.val_split:  # val comes first, so that the first shard has it
         parts = [(1, documents(args, args.val_split, job.document)), (0, train)]
     left = shards.left(chunks(parts, job.key))
     from tqdm import tqdm
@@ -463,7 +464,7 @@ def prepare(args, job, own, out):
             shards.add(chunk, tokens)
             bar.update(sum(map(len, tokens)) // job.item.itemsize)
 
-    # A tokenizer's files come along, so that the directory is whole wherever it goes.
+    # Copy the tokenizer's files too, so that the directory is complete when it moves.
     files = {name: [path.read_bytes()] for name, path in own.files.items()}
     meta = {"vocab_size": own.vocab_size, "tokenizer": own.name, **job.meta}
     files["meta.json"] = [json.dumps(meta).encode()]
@@ -471,7 +472,7 @@ def prepare(args, job, own, out):
 
 
 def comparable(args):
-    """The arguments that make a data set what it is; a later start must have the same."""
+    """The arguments that determine the data set; a later start must have the same."""
     arguments = {**vars(args), "source": []}
     for source in args.source:
         is_local = os.path.exists(source)

@@ -1,11 +1,11 @@
 """
 Tokenizers: text to token ids and back.
 
-    encode, decode, n = tokenizer(meta, directory)    # to sample: as the data's meta.json says
-    encoder("gpt2")    # to prepare data: an Encoder, as a user of prepare.py names it
+    encode, decode, n = tokenizer(meta, directory)    # for sampling: named by the data's meta.json
+    encoder("gpt2")    # for preparing data: an Encoder, named by the user of prepare.py
 
 GPT-2's is tiktoken's; bytes and characters need no library. Any other is a tokenizer.json,
-Hugging Face's format, which prepare.py copies beside the tokens.
+Hugging Face's format, which prepare.py copies next to the tokens.
 """
 
 import os
@@ -17,15 +17,15 @@ import numpy as np
 from data.files import extra
 
 TOKENIZER = "tokenizer.json"
-TOKENIZERS = ("gpt2", "bytes", TOKENIZER)  # what a meta.json may name
+TOKENIZERS = ("gpt2", "bytes", TOKENIZER)  # names that a meta.json may have
 
 
-# ---------- to sample: as the data says ---------------------------------------
+# ---------- for sampling: named by the data -----------------------------------
 
 
 def tokenizer(meta, directory=""):
-    """(encode: str -> [id], decode: [id] -> str, number of real tokens). meta: as read_meta
-    returns it for `directory`. Without a tokenizer, text is token ids with commas."""
+    """(encode: str -> [id], decode: [id] -> str, number of real tokens). meta: read_meta's
+    result for `directory`. Without a tokenizer, text is comma-separated token ids."""
     name = name_of(meta, directory)
     if name == "characters":
         return of_characters(meta["chars"])
@@ -49,7 +49,7 @@ def name_of(meta, directory):
         return meta["tokenizer"]
     if os.path.exists(os.path.join(directory, TOKENIZER)):
         return TOKENIZER
-    is_gpt2s = meta["vocab_size"] in (50257, 50304)  # and padded
+    is_gpt2s = meta["vocab_size"] in (50257, 50304)  # the latter padded
     return "gpt2" if is_gpt2s else None
 
 
@@ -75,24 +75,24 @@ def of_characters(chars):
 
 
 def decode_bytes(tokens):
-    """The text of these tokens. 256 ends a document, and is no byte."""
+    """The text of these tokens. 256 is not a byte: it ends a document."""
     return bytes(t for t in tokens if t < 256).decode(errors="replace")
 
 
-# ---------- to prepare data: as the user says ---------------------------------
+# ---------- for preparing data: named by the user -----------------------------
 
 
 class Encoder(NamedTuple):
-    encode: Any  # function: str -> ids; begins a text as its model does, Llama with <s>
+    encode: Any  # function: str -> ids; starts a text as its model expects, Llama's with <s>
     end: int  # the id that ends a document
     vocab_size: int
     name: str  # in meta.json
-    files: dict = {}  # {name: path}, to be copied beside the tokens
+    files: dict = {}  # {name: path}, to be copied next to the tokens
 
 
-@cache  # a worker of prepare.py asks for each chunk
+@cache  # prepare.py's workers call it for each chunk
 def encoder(name):
-    """The Encoder gpt2 or bytes, or that of a tokenizer.json, a directory or a hub name."""
+    """The Encoder for gpt2, bytes, a tokenizer.json, its directory or a hub name."""
     if name == "bytes":
         return Encoder(encode_bytes, 256, 257, name)
     if name == "gpt2":

@@ -7,9 +7,9 @@ Measure time, memory and the slowest operations of train.py's model, optimizer a
     torchrun --standalone --nproc_per_node=2 -m extras.bench config/quickstart.py \
         --strategies=ddp,shard_grad_op,full_shard
 
-Any file and --key=value of train.py applies. Variants take turns, step by step: machines are
-noisy, so compare the ratios of one run. Each is compiled for its own sizes, as in training.
-Memory is the whole process's: to see one variant's, run it alone.
+All of train.py's config files and --key=value flags work. Variants take turns, step by step:
+machines are noisy, so compare ratios within a run. Each is compiled for its own sizes, as in
+training. Memory is the whole process's: to measure one variant's, run it alone.
 """
 
 import os

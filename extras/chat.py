@@ -4,11 +4,11 @@ Chats as documents: their text, and which part of it the assistant says. For mas
     chat = chat_of("messages", row, where)    # of a row's messages
     chat.parts(encoder)                       # its text, as the chat template writes it
 
-The tokenizer's own chat template writes the text, by the transformers library, which defines
-what such a template may do. To find what the assistant says, each of its turns is written
-twice: the conversation up to the turn, as one asks the model for it, and the conversation with
-it. The difference is what the model has to say there, with its end-of-turn token. This works
-with any template.
+The tokenizer's own chat template writes the text. The transformers library renders it, since it
+defines what a template may do. To find the assistant's part, each of its turns is rendered
+twice: the conversation up to the turn, as a prompt for it, and the conversation including it.
+The difference is what the model must say there, with its end-of-turn token. This works with
+any template.
 
 Some templates write a turn differently when others follow: they drop its thinking. Then each
 turn becomes a document of its own, with the conversation before it.

@@ -4,11 +4,11 @@ GPT-2, Llama (1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in
     python train.py extras/config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M
     python train.py ... --init_from=DIR    # config.json, and model.safetensors or shards
     python -m extras.huggingface out-x DIR --dtype=bfloat16    # out-x's newest checkpoint
-    python -m extras.huggingface out-lora DIR                  # LoRA's adapters are merged
-    python -m extras.huggingface out-lora DIR --adapter        # or alone, in peft's layout
+    python -m extras.huggingface out-lora DIR                  # merges LoRA's adapters
+    python -m extras.huggingface out-lora DIR --adapter        # adapters only, in peft's layout
 
-The data set's tokenizer goes along: a tokenizer.json with its chat template; GPT-2's and bytes are
-written as one.
+The export includes the data set's tokenizer: a tokenizer.json with its chat template; GPT-2's and
+bytes are converted to one.
 """
 
 import json

@@ -1,6 +1,6 @@
 """
-What a real step holds and sends on this rank: the bytes of all live tensors after each operation,
-and its collectives, counted. On a CPU too, where PyTorch counts neither.
+Measure a real step on this rank: the bytes of all live tensors after each operation, and the
+number of collectives. It works on a CPU too, where PyTorch counts neither.
 
     with MemoryTracer() as tracer:
         for step in range(2):  # the first step allocates the optimizer's state
@@ -10,7 +10,7 @@ and its collectives, counted. On a CPU too, where PyTorch counts neither.
 
 The tracer knows a tensor from the first operation that takes or returns it. So trace a step before
 the one you measure. It doesn't see memory inside an operation (cuBLAS's workspace, NCCL's and
-gloo's buffers), nor what the allocator keeps. The plan (extras/plan) predicts the same bytes.
+gloo's buffers), nor the allocator's cache. The plan (extras/plan) predicts the same bytes.
 """
 
 from collections import Counter

@@ -7,8 +7,8 @@ A mixture of data sets: --dataset=fineweb_edu:7,my_code:2,my_math:1
     mixture.taken(20)                  # [14, 4, 2] samples of each set came before sample 20
 
 A sample's number alone decides which set it comes from. At any point of a run each set has
-had its share of the samples, rounded up or down. Each set has its own epochs, in an order of
-its own.
+had its share of the samples, rounded up or down. Each set has its own epochs, in its own
+order.
 """
 
 import math

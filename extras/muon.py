@@ -17,7 +17,7 @@ of one copy gather a matrix, and its owner sends the rows to the ranks of all co
 matrix is orthogonalized once in the world, so W ranks take about 1/W of the time.
 
 Updates have the size of AdamW's (0.2 per element: Liu et al. 2025), so that one learning
-rate and one weight decay serve both. extras/docs/training.md says how much a rank sends.
+rate and one weight decay work for both. extras/docs/training.md says how much a rank sends.
 """
 
 import math

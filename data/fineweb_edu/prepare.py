@@ -1,5 +1,5 @@
 """
-FineWeb-Edu, English pages of educational value, as the samples that it publishes.
+FineWeb-Edu, English web pages of educational value: its published samples.
 
     python data/fineweb_edu/prepare.py                        # 10 billion tokens, 20 GB
     python data/fineweb_edu/prepare.py --subset=sample-100BT  # 200 GB; sample-350BT: 700 GB
@@ -7,11 +7,11 @@ FineWeb-Edu, English pages of educational value, as the samples that it publishe
 
 The text is streamed, so only its tokens need disk: 2 bytes each if the tokenizer's vocabulary
 is at most 65,535, else 4. GPT-2's (the default), Llama 2's and SmolLM2's fit. Llama 3's and
-Qwen3's don't, and with them the embedding of a model that is 2,048 wide has 0.16 and 0.21
-billion parameters more. That pays for other languages and for code, which are not in here.
+Qwen3's don't, and they add 0.16 and 0.21 billion parameters to the embedding of a model that is
+2,048 wide. That pays off for other languages and for code, which this data doesn't have.
 
---limit=N takes the first N documents of the sample and reads no further. They are of about
-1,030 tokens each. A split that is then small gets the end of the text: see data/prepare.py.
+--limit=N takes the first N documents of the sample and reads no further. They have about
+1,030 tokens each. If a split is then too small, val gets the end of the text: see data/prepare.py.
 """
 
 import sys
@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
 SAMPLE = "sample-10BT"
-# {name: GPT-2 tokens}, by https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu
+# {name: GPT-2 tokens}, according to https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu
 TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}
 A_DOCUMENT = 1029  # tokens on average: sample-10BT has 9,672,101 documents, 9.95e9 tokens
 
 
 def announce(argv):
-    """Print how many tokens that will be, and how much disk."""
+    """Print how many tokens to expect, and how much disk."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = lambda message: None  # main says what is wrong
+    parser.error = lambda message: None  # main reports the error
     parser.add_argument("--subset", default=SAMPLE)
     parser.add_argument("--limit", type=int, default=sys.maxsize)
     args, _ = parser.parse_known_args(argv)
@@ -38,7 +38,7 @@ def announce(argv):
         tokens = min(TOKENS[args.subset], args.limit * A_DOCUMENT)
         print(
             f"{args.subset}: about {tokens / 1e9:,.3g} billion GPT-2 tokens, "
-            f"{2 * tokens / 1e9:,.3g} GB of disk; twice that by a tokenizer with a vocabulary "
+            f"{2 * tokens / 1e9:,.3g} GB of disk; twice that with a tokenizer with a vocabulary "
             "above 65,535")
 
 

@@ -13,5 +13,5 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
 if __name__ == "__main__":
-    # The hub's Parquet copy. The original is a script, which datasets >= 4 refuses.
+    # The hub's Parquet copy. The original is a script, which datasets >= 4 rejects.
     main("openwebtext", "Skylion007/openwebtext", doc=__doc__)

@@ -7,8 +7,8 @@ Needs no network. Writes train.bin, val.bin (every 10th file, so no text is in b
 meta.json beside this file. With Python 3.11 they have 8.66M and 0.89M tokens; the same
 Python always gives the same files.
 
-Left out are tests, installed packages and generated tables (encodings, Unicode data,
-pydoc's topics): a model trained on those prints code-page tables.
+It skips tests, installed packages and generated tables (encodings, Unicode data, pydoc's
+topics): a model trained on those prints code-page tables.
 """
 
 import os
@@ -29,10 +29,10 @@ SKIP_PREFIXES = ("config-", "lib-dynload", "_sysconfigdata")
 
 
 def sources(root):
-    """Paths of the library's own .py files, in an order that root does not change."""
+    """Paths of the library's own .py files, in the same order for any root."""
     paths = []
     for folder, folders, files in os.walk(root):
-        folders[:] = filter(is_own, folders)  # walk goes on into these only
+        folders[:] = filter(is_own, folders)  # walk descends only into these
         paths += [os.path.join(folder, file) for file in filter(is_own, files)]
     return sorted(path for path in paths if path.endswith(".py"))
 

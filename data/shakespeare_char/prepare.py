@@ -1,5 +1,5 @@
 """
-Tiny Shakespeare, one token a character (65 of them): 1,003,854 training and 111,540
+Tiny Shakespeare, one token per character (65 of them): 1,003,854 training and 111,540
 validation tokens.
 
     python data/shakespeare_char/prepare.py                      # 1.1 MB; checks its sha256
@@ -28,7 +28,7 @@ def main():
 
 
 def tiny_shakespeare(name, doc):
-    """The command line, data/shakespeare's too: (where to write, train's text, val's)."""
+    """Parse the command line, also data/shakespeare's: (where to write, train's text, val's)."""
     parser = parser_of(doc)
     parser.add_argument("--input", metavar="FILE", help="a local copy; no download")
     args = parser.parse_args()
@@ -38,7 +38,7 @@ def tiny_shakespeare(name, doc):
 
 
 def download(path):
-    """The text, from a local copy if path names one. SystemExit if it is another text."""
+    """The text, from a local copy if path is given. SystemExit if it is another text."""
     source = path or URL
     try:
         if path:

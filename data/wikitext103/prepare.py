@@ -1,6 +1,6 @@
 """
 WikiText-103 (raw) with GPT-2's BPE: about 118 million training tokens, and its own validation
-split. A row is a paragraph.
+split. Each row is a paragraph.
 
     python data/wikitext103/prepare.py                 # 240 MB
     python data/wikitext103/prepare.py --limit=10000   # a taste
