@@ -96,7 +96,7 @@ def connect(group, device, with_gather=False):
     with_gather: also run dist.gather, which gather_full uses, if rank 0 is in the group. (Muon
     connects its own collectives.)
     """
-    if dist.get_backend(group) != "fake":  # extras/plan rehearses on it; it has no timeout
+    if dist.get_backend(group) != "fake":  # the plan rehearses on it; it has no timeout
         group.set_timeout(TIMEOUT)  # PyTorch's default for hybrid_shard's groups is 30 minutes
     if "nccl" not in dist.get_backend_config(group):
         return

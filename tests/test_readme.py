@@ -1,6 +1,6 @@
 """
-What README names works: minimal.py, train.py on a machine with few GPUs, every config. And the house
-stands as it is drawn there: which file may import which.
+minimal.py, train.py on a machine with few GPUs, and every config work. And the house stands as
+README draws it: which file may import which.
 
     python -m pytest -q tests/test_readme.py
     python -m pytest -q tests/test_readme.py -k house
