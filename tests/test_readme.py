@@ -74,7 +74,7 @@ def test_train_says_what_it_takes_on_a_machine_with_few_gpus(tmp, tmp_path, gpus
 
 
 @pytest.mark.parametrize("n, gpus", [
-    (3, 0), pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)])
+    (3, 0), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_minimal_trains_as_one_process(tmp_path, n, gpus):
     """It prints what plain PyTorch computes, and its checkpoint has those weights. On a machine
     with fewer GPUs than ranks it takes the CPU. (README's command runs all of its steps.)"""
