@@ -108,13 +108,15 @@ class Run:
     """Run it, with `more` flags at its end. exact: with versions of PyTorch that begin so it must
     print the page's numbers too, else the page's words. shows: of the page's output only lines
     that begin so. On several ranks it must have the losses of the same command in one process
-    with the flags `like`. ranks: then run it on that many too."""
+    with the flags `like`. ranks: then run it on that many too. needs: a path without which it is
+    skipped, since a fork may have deleted it."""
     more: list = ()
     exact: str = "no"
     shows: str = ""
     like: dict = None
     tolerance: float = 1e-5
     ranks: int = 0
+    needs: str = "."
 
 
 @dataclass
@@ -226,7 +228,7 @@ def run_page(clone, page, rows):
     for (command, expected), (_, row) in zip(shown(page), rows):
         if isinstance(row, Not) or "SIM_GPUS" in command and cannot_simulate():
             continue
-        if "extras" in command and not is_here("extras"):
+        if not is_here(row.needs):
             continue
         line = " ".join([command, *map(shlex.quote, row.more)])
         out = typed(clone, line)

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from commands import (
@@ -42,6 +43,7 @@ SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script doe
 DIFF = Not("it changes the clone: test_fork_the_diff_adds_an_optimizer has its own")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
+PLAY = replace(trains(dataset="python_stdlib", shows="step"), needs="extras")
 LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave
 
 # {page: [(how a command begins, what to do with it)]}, in the page's order
@@ -55,12 +57,12 @@ ROWS = {
          trains(2, shows="step")),
         ("python sample.py --out_dir=out-quickstart", SAMPLE),
         ("python data/shakespeare_char/prepare.py", NETWORK),
-        ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
-        ("python sample.py --out_dir=out-shakespeare-char", SAMPLE),
+        ("python train.py extras/config/train_shakespeare_char_muon.py", PLAY),
+        ("python sample.py --out_dir=out-shakespeare-char", replace(SAMPLE, needs="extras")),
         ("torchrun --standalone --nproc_per_node=2 minimal.py", Run(exact="2.15")),
-        ("python -m extras.plan extras/config/llama2_7b.py --world_size=8", Run(exact="2")),
+        ("python -m extras.plan extras/config/llama2_7b.py --world_size=8",
+         Run(exact="2", needs="extras")),
         ("python data/openwebtext/prepare.py --limit=10000", NETWORK),
-        ("python data/shakespeare_char/prepare.py", NETWORK),
         ("python data/prepare.py my_data notes/*.txt", Run()),
         ("python train.py config/quickstart.py --dataset=my_data", trains()),
         ("python train.py config/quickstart.py --init_from=resume", trains(4)),
