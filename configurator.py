@@ -81,7 +81,7 @@ class Config:
     keep_checkpoints: Positive = 2  # how many sharded ones to keep
     keep_every: Whole = 0  # N: every N steps write one that is never removed
     always_save_checkpoint: bool = True  # False: evaluations save only if the validation
-    #   loss improved; the best one is called ckpt.pt, or best
+    #   loss improved; the best is ckpt.pt, or the link best
     # --- evaluating and watching
     eval_interval: Positive = 2000  # steps between evaluations; each may write a checkpoint
     eval_iters: Positive = 200  # reads eval_iters * batch_size fixed windows of each split
@@ -144,7 +144,8 @@ class Config:
     cpu_offload: Fraction = 0.0  # fraction of blocks in host memory; use few large micro-batches
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     #   selective recomputes the cheap parts; full: whole blocks, least memory, a third more compute
-    activation_offload: bool = False  # keep block inputs in host memory; needs checkpointing=full
+    activation_offload: bool = False  # keep block inputs in host memory; needs
+    #   activation_checkpointing=full and compile=False
     loss_chunks: Whole = 0  # N: compute head and loss in N pieces, recomputed in backward; try 8
     prefetch_blocks: Whole = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 or more cost memory
     grad_sync: Literal["auto", "every", "last"] = "auto"
