@@ -10,6 +10,7 @@ is made under DETAIL (three lines of plain PyTorch do).
 import os
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from harness import built, make_data, on_ranks, run_training, values
@@ -72,6 +73,7 @@ def require_same(monkeypatch, cases):
                 assert got[0] == got[1], name
 
 
+@pytest.mark.slow
 def test_collectives_are_the_same_on_all_ranks(tmp, tmp_path, monkeypatch):
     make_masked(f"{tmp_path}/masked")
     base = os.path.join(tmp, "detail-scratch")

@@ -55,7 +55,7 @@ def launched(n, gpus, cwd, program, *argv):
     env = dict(CUDA_VISIBLE_DEVICES=",".join(map(str, range(gpus))))
     if gpus and simulates(gpus):
         launcher += ["-m", "simgpu"]
-        env = dict(SIM_GPUS=str(gpus), PYTHONPATH=SIMGPU)
+        env = dict(SIM_GPUS=str(gpus), PYTHONPATH=os.pathsep.join([SIMGPU, HERE]))
     p = python(*launcher, os.path.join(HERE, program), *argv, cwd=cwd, env=env)
     assert p.returncode == 0, p.stderr
     return p

@@ -28,6 +28,7 @@ def measured(*argv):
     bench.main(list(argv))
 
 
+@pytest.mark.slow
 def test_bench_figures_and_traces(tmp, tmp_path):
     """Its figures against each other and against plain PyTorch's count of the FLOPs."""
     traces = tmp_path / "traces"
@@ -110,6 +111,7 @@ def case_bench(tmp, strategy):
         return symbols
 
 
+@pytest.mark.slow
 def test_bench_every_variant_has_static_graphs(tmp):
     """Dynamo counts by function: a second size in the process would make it dynamic, whose time
     says nothing of a run, and from the ninth on it would compile none."""

@@ -51,6 +51,7 @@ def test_house_models_of_extras_have_a_name_and_no_path(tmp_path, monkeypatch, c
     require_unknown_model(tmp_path, monkeypatch, capsys, name)
 
 
+@pytest.mark.slow
 def test_house_tools_of_extras_start_from_another_directory(tmp_path):
     """By their paths, as train.py, sample.py and data/prepare.py do."""
     names = ("plan", "bench.py", "huggingface.py")

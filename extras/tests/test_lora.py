@@ -86,6 +86,7 @@ def weights(tmp, name):
     return {key: source.get(key) for key in source.shapes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_lora_every_mode_has_the_numbers_of_one_process(tmp, ranks, single, name):
     ours, theirs = columns(values(ranks, name)[0]), columns(single)
@@ -109,6 +110,7 @@ def test_lora_only_the_adapters_train_and_are_saved(tmp, base, single):
     assert all(p.is_meta for p in model.parameters())  # or no FLOPs are counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_lora_resumes_bit_for_bit_and_at_another_world_size(tmp, base, ranks, kind):
     """Without a flag of LoRA: the checkpoint has them."""
@@ -216,6 +218,7 @@ def case_bytes(tmp):
         adapters=sum(n for name, n in padded.items() if ".lora_" in name))
 
 
+@pytest.mark.slow
 def test_lora_gathers_in_bf16_and_reduces_adapters_only(ranks):
     for got in values(ranks, "bytes"):
         assert {tuple(pair) for pair in got["dtypes"]} == {

@@ -271,6 +271,7 @@ CHAIN = [  # ranks, strategy, kind of checkpoint
     (2, "full_shard", "full"), (3, "full_shard", "sharded"), (2, "ddp", "sharded"), (1, "", "full")]
 
 
+@pytest.mark.slow
 def test_muon_checkpoints_at_other_world_sizes_and_strategies(tmp):
     whole, chain = os.path.join(tmp, "muon-whole"), os.path.join(tmp, "muon-chain")
     run_training(tmp, "muon-whole", max_iters=8, **MUON)
@@ -285,6 +286,7 @@ def test_muon_checkpoints_at_other_world_sizes_and_strategies(tmp):
 # on a GPU
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES[1])
 def test_cuda_trains_with_muon_as_a_cpu_does(tmp, device):
     """5 steps in fp32: the losses and the gradients' norms."""

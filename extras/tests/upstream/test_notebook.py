@@ -140,6 +140,7 @@ def test_notebook_links_point_to_what_exists():
         assert os.path.exists(os.path.join(HERE, link)), link
 
 
+@pytest.mark.slow
 def test_notebook_outside_a_clone_makes_one(tmp_path, monkeypatch):
     """Its first cell clones the repository, from the address that is set."""
     origin = tmp_path / "origin"
