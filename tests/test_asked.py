@@ -247,7 +247,7 @@ def case_another_head():
                 model(inputs(rank), rank).backward()
 
 
-@row("a unit before which backward ends on one rank")
+@row("a unit that backward never reaches on one rank")
 def case_backward_ends_earlier():
     class Towers(Net):
         def forward(self, x, has_image):
