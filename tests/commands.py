@@ -30,6 +30,7 @@ PROGRAMS = ("python", "python3", "torchrun", "pip", "git", "mkdir", "srun", "sba
 
 # ---------- what the pages say ------------------------------------------------
 
+
 def read(path):
     with open(os.path.join(HERE, path), encoding="utf-8") as f:
         return f.read()
@@ -198,6 +199,18 @@ def typed(here, line, cwd=None):
         pytest.fail(f"{line}\nhung\n{out}\n{err}")
     assert p.returncode == 0, f"{line}\n{out}\n{err}"
     return out
+
+
+def typed_elsewhere(here, cwd, *lines):
+    """From the directory cwd, which is empty: prepare `words` there, train to `out`, and then the
+    lines, in which {here} is the clone."""
+    small = " ".join(flags(**{**SMALL, "max_iters": 1, "out_dir": cwd / "out"}))
+    for line in (
+        "python {here}/data/prepare.py words {here}/notes/0.txt --tokenizer=bytes --out=words",
+        "python {here}/train.py {here}/config/quickstart.py --dataset=words " + small,
+        *lines,
+    ):
+        typed(here, line.format(here=shlex.quote(str(here))), cwd=cwd)
 
 
 # ---------- what it must print ------------------------------------------------

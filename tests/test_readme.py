@@ -77,7 +77,7 @@ def test_train_says_what_it_takes_on_a_machine_with_few_gpus(tmp, tmp_path, gpus
     (3, 0), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_minimal_trains_as_one_process(tmp_path, n, gpus):
     """It prints what plain PyTorch computes, and its checkpoint has those weights. On a machine
-    with fewer GPUs than ranks it takes the CPU. (README's command runs all of its steps.)"""
+    with fewer GPUs than ranks it takes the CPU. (README's command, a slow test, runs all steps.)"""
     whole = read("minimal.py")
     assert "range(101)" in whole
     (tmp_path / "short.py").write_text(whole.replace("range(101)", "range(21)"))

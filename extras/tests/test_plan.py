@@ -555,6 +555,13 @@ def test_plan_events_come_in_the_order_of_a_real_step(tmp):
         assert len(planned) > 8 and planned == values(real, name)[0], name
 
 
+def test_plan_says_its_headroom_and_its_network(capsys):
+    lines = command(capsys, *TINY, "--world_size=2", "--gpu=H100", "--network=100")
+    assert "fits: at most 90% of a GPU in tensors; the rest is headroom" in lines
+    assert ("assumed: 360 GB/s per GPU in a node of 8, 100 Gb/s per GPU between nodes (--network)"
+            in lines)
+
+
 def test_plan_prints_the_events_of_the_docs(capsys):
     """extras/docs/plan.md shows the quickstart's, and docs/fsdp.md counts them. In =all nothing is
     folded, and what is sent adds up to the table's column. The page shows what the newest torch

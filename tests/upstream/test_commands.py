@@ -14,7 +14,6 @@ extras/ have a table of their own, beside its tests.
 import os
 import platform
 import re
-import shlex
 from dataclasses import replace
 
 import pytest
@@ -24,7 +23,6 @@ from commands import (
     NETWORK,
     SAMPLE,
     SCRIPT,
-    SMALL,
     Not,
     Run,
     in_the_table,
@@ -35,9 +33,9 @@ from commands import (
     run_elsewhere,
     run_page,
     trains,
-    typed,
+    typed_elsewhere,
 )
-from harness import flags, losses
+from harness import losses
 
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
 DIFF = Not("it changes the clone: test_fork_the_diff_adds_an_optimizer has its own")
@@ -183,13 +181,8 @@ def test_commands_that_print_something_else_are_seen():
 
 @pytest.mark.slow
 def test_commands_work_from_another_directory(clone, tmp_path):
-    small = " ".join(flags(**{**SMALL, "max_iters": 1, "out_dir": tmp_path / "out"}))
-    here = shlex.quote(str(clone))
-    for line in (
-        f"python {here}/data/prepare.py words {here}/notes/0.txt --tokenizer=bytes --out=words",
-        f"python {here}/train.py {here}/config/quickstart.py --dataset=words {small}",
-        f"python {here}/sample.py --out_dir=out --max_new_tokens=3 --num_samples=1 --device=cpu",
-        f"python {here}/checkpoint.py full out",
-    ):
-        typed(clone, line, cwd=tmp_path)
+    typed_elsewhere(
+        clone, tmp_path,
+        "python {here}/sample.py --out_dir=out --max_new_tokens=3 --num_samples=1 --device=cpu",
+        "python {here}/checkpoint.py full out")
     assert sorted(os.listdir(tmp_path)) == ["out", "out.lock", "words"]

@@ -7,7 +7,6 @@ Every command of the pages in extras/, as test_commands.py runs those of the oth
 import json
 import os
 import re
-import shlex
 import shutil
 
 import pytest
@@ -17,7 +16,6 @@ from commands import (
     SAMPLE,
     SCRIPT,
     SIZE,
-    SMALL,
     Not,
     Run,
     in_the_table,
@@ -28,6 +26,7 @@ from commands import (
     run_page,
     trains,
     typed,
+    typed_elsewhere,
 )
 from harness import flags, make_data
 
@@ -173,14 +172,9 @@ def test_commands_of_finetuning_end_in_a_model_that_transformers_loads(clone):
 
 @pytest.mark.slow
 def test_commands_of_extras_work_from_another_directory(clone, tmp_path):
-    small = " ".join(flags(**{**SMALL, "max_iters": 1, "out_dir": tmp_path / "out"}))
-    here = shlex.quote(str(clone))
-    for line in (
-        f"python {here}/data/prepare.py words {here}/notes/0.txt --tokenizer=bytes --out=words",
-        f"python {here}/train.py {here}/config/quickstart.py --dataset=words {small}",
-        f"python {here}/extras/plan/__main__.py {here}/config/quickstart.py --n_layer=1 "
+    typed_elsewhere(
+        clone, tmp_path,
+        "python {here}/extras/plan/__main__.py {here}/config/quickstart.py --n_layer=1 "
         "--world_size=2",
-        f"python {here}/extras/huggingface.py out exported",
-    ):
-        typed(clone, line, cwd=tmp_path)
+        "python {here}/extras/huggingface.py out exported")
     assert sorted(os.listdir(tmp_path)) == ["exported", "out", "out.lock", "words"]
