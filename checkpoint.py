@@ -16,9 +16,10 @@ Full: rank 0 gathers the state into its host memory, tensor by tensor, and write
 Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the
 checksums of all files; only now is the directory a checkpoint.
 To read either kind, every rank maps the files and takes the rows that it keeps now.
-So a kill at any moment leaves the last complete checkpoint. Loading one never runs its code.
+So a kill at any moment leaves the last complete checkpoint. Loading one never runs code from it.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -44,6 +45,7 @@ from configurator import as_dict, model_args
 from data.files import sync, write_files
 from data.loader import SafeUnpickler, data_dir, read_meta
 from fsdp import gather_full, tied_names, write_full
+from optimizer import allocate_state
 from ranks import (
     PATIENCE,
     World,
@@ -54,11 +56,6 @@ from ranks import (
     print0,
     run,
 )
-
-try:
-    import fcntl
-except ModuleNotFoundError as e:
-    raise SystemExit(f"{e}: take Linux or macOS, and on Windows WSL 2")
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
 # Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
@@ -109,32 +106,39 @@ def require_finite_state(tensors, world, step):
 
 
 def load(source, model, optimizer, world):
-    """Set the weights, and the optimizer's allocated state, from the source (all ranks).
+    """Set the weights and the optimizer's state from the source (all ranks).
     optimizer: None to load only the weights."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    tensors = flat_state(model, optimizer)
+    if optimizer:
+        allocate_state(optimizer)
+    ours = flat_state(model, optimizer)
+    state = optimizer.state if optimizer else {}  # of the parameters that train
+
+    # 1) Is there a place for every key of the source?
     for key in source.shapes:
         kind, _, name = key.partition(".")
         if name not in params:
             raise SystemExit(f"{source.path} is of another model: this one has no {key}")
-        is_wanted = key in tensors or kind == "model" or not optimizer
-        if not is_wanted and params[name] in optimizer.state:
+        if kind != "model" and params[name] in state and key not in ours:
             raise SystemExit(
                 f"{source.path} has {key}, but the optimizer makes no such state in its first "
                 "step: it must make all its state there (see optimizer.py)")
-    # Parameters that were frozen until now, or all if the file has only weights. The
-    # optimizer makes their state in its first step, as in a new run.
-    missing = tensors.keys() - source.shapes.keys()
-    lacking = {key.partition(".")[2] for key in missing if not key.startswith("model.")}
-    for name in lacking:
-        del optimizer.state[params[name]]
-    if lacking and source.header["iter_num"]:
-        print0(world, f"{source.path} lacks optimizer state of {len(lacking)} parameters that "
+
+    # 2) Whose state does the source lack? Parameters that were frozen until now, or all if it has
+    # only weights. The optimizer makes theirs in its first step, as in a new run.
+    missing = [key for key in ours if key not in source.shapes and not key.startswith("model.")]
+    anew = {key.partition(".")[2] for key in missing}
+    for name in anew:
+        del state[params[name]]
+    if anew and source.header["iter_num"]:
+        print0(world, f"{source.path} lacks optimizer state of {len(anew)} parameters that "
                       "train now; theirs starts anew")
-    tensors = flat_state(model, optimizer)
-    if not source.shapes:  # a new LoRA run: its matrices have no values yet
-        tensors = {f"model.{name}": tensors[f"model.{name}"] for name in model.base_names}
-    source.read(tensors, model.config)
+
+    # 3) Read the rest.
+    wanted = flat_state(model, optimizer)
+    if source.only_base:  # initial_value sets the new matrices
+        wanted = {f"model.{name}": wanted[f"model.{name}"] for name in model.base_names}
+    source.read(wanted, model.config)
     if world.size > 1:
         # Another rank's disk may be slow. Wait here, since a collective would time out.
         dist.barrier(patient_group())
@@ -362,6 +366,7 @@ class Source:
     get: object = None  # function: flat key -> the whole tensor on the CPU
     sharded: bool = False
     base: object = None  # the Source of the model that its LoRA matrices adapt
+    only_base: bool = False  # a new LoRA run's: it has the base alone, and no matrices yet
 
     def has(self, name):
         """True if it, or its base, has values for this parameter."""
@@ -404,7 +409,7 @@ def on_base(base, init_from):
         where = os.path.abspath(where)  # a later run may start in another directory
     origin = base.header.get("origin")  # Hugging Face's models have none
     header = {**base.header, "base": where, "base_origin": origin}
-    return Source(base.path, header, shapes={}, base=base)
+    return Source(base.path, header, shapes={}, base=base, only_base=True)
 
 
 def require_base_outside(out_dir, base):
@@ -662,7 +667,7 @@ class Saver:
         header["best_val_loss"] = best_val_loss
         header["best"] = name if is_best else self.best
         # Here, not in the background: a new thread's device is GPU 0, and its collectives would
-        # mix with training's. (dcp.async_save copies twice, which takes three times as long.)
+        # mix with training's. (dcp.async_save copies twice, and blocks three times as long.)
         if self.cfg.checkpoint == "full":
             copies = {key: gather_full(t) for key, t in tensors.items()}
             # With always_save_checkpoint=False only the best one is called ckpt.pt.

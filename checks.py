@@ -46,8 +46,8 @@ def after_building(model, optimizer):
 
 
 def after_first_step(model, optimizer):
-    """Raise if a checkpoint would lose or misread optimizer state: a value that is not a tensor,
-    or this rank's rows in a plain tensor."""
+    """Raise if checkpoint.py would lose or misread optimizer state: a value that is not a tensor,
+    or this rank's rows in a plain tensor. (PyTorch's own checkpoints misread such rows too.)"""
     for name, p in model.named_parameters():
         for key, t in optimizer.state.get(p, {}).items():
             if not isinstance(t, torch.Tensor):
@@ -117,7 +117,8 @@ def watch_unit(unit, name):
 
     def before_backward(grad):
         compare_ranks(f"backward of {name}")
-        # When backward ends, FSDP2 reduces the remaining gradients.
+        # When backward ends, FSDP2 reduces the remaining gradients. It queues its own callback in
+        # the same way; PyTorch has no public one.
         at_end = partial(compare_ranks, "end of backward")
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 

@@ -200,13 +200,13 @@ def keys_of(model):
     """{key: its dataclass field} for a run with this model."""
     keys = {f.name: f for f in fields(Config) if f.name not in ("sizes", "given")}
     for f in fields(model_file(model).ModelConfig):
-        key = f"model={model!r}: ModelConfig.{f.name}, a {f.type!r},"
+        name = f"model={model!r}: ModelConfig.{f.name}, a {f.type!r},"
         if f.name in Config.__dataclass_fields__:
-            raise SystemExit(f"{key} needs another name: every run has a key {f.name}")
+            raise SystemExit(f"{name} needs another name: every run has a key {f.name}")
         is_plain = f.type in PLAIN or get_origin(f.type) is Literal
         if f.default is MISSING or not is_plain:
             raise SystemExit(
-                f"{key} must be an int, float, bool, str or Literal, with a default "
+                f"{name} must be an int, float, bool, str or Literal, with a default "
                 "(and the file without from __future__ import annotations)")
         keys[f.name] = f
     return keys
@@ -240,34 +240,30 @@ def model_args(cfg):
     return args
 
 
-def load_config(argv, flags=()):
-    """Config files and --key=value flags, applied left to right over the defaults.
-    flags: the command's own flags, to suggest for a mistyped key."""
+def load_config(argv):
+    """Config files and --key=value flags, applied left to right over the defaults."""
     values = {}
     for arg in argv:
         model = values.get("model", Config.model)
         if arg.startswith("--") and "=" in arg:
             key, _, text = arg[2:].partition("=")  # the value may contain another =
-            kind, _, _ = rule(key, model, arg, flags)
+            kind, _, _ = rule(key, model, arg)
             assigned = {key: text if kind is str else parse(text)}
         elif arg.startswith("--"):
-            require_key(arg[2:], model, arg, flags)
+            require_key(arg[2:], model, arg)
             raise SystemExit(f"{arg}: write --key=value, without a space")
         else:
             assigned = run_file(arg, before={**as_dict(make_config({"model": model})), **values})
-        model = coerce("model", assigned.get("model", model), model, arg, flags)
+        model = coerce("model", assigned.get("model", model), model, arg)
         for key, value in assigned.items():
-            values[key] = coerce(key, value, model, arg, flags)
+            values[key] = coerce(key, value, model, arg)
     for key in values:
-        require_key(key, model, f"--model={model}", flags)  # it may be from an earlier --model
+        require_key(key, model, f"--model={model}")  # it may be from an earlier --model
     return make_config(values, given=values)
 
 
 def run_file(path, before):
     """{key: value} of the file's assignments. The file may use the values set before it."""
-    moved = os.path.relpath(os.path.join(HERE, "extras", path))
-    if not os.path.exists(path) and os.path.exists(moved):
-        raise SystemExit(f"{path}: it is not here; {moved} is")
     # Earlier values go into builtins, so that scope holds only the file's assignments.
     scope = {"__builtins__": {**vars(builtins), **before}}
     try:
@@ -335,18 +331,18 @@ def differences(before, cfg):
     return changed
 
 
-def require_key(key, model, where, flags=()):
+def require_key(key, model, where):
     """SystemExit if there is no such key; it suggests a similar one."""
     keys = keys_of(model)
     if key not in keys:
-        near = difflib.get_close_matches(key, [*flags, *keys], 1)
+        near = difflib.get_close_matches(key, keys, 1)
         hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
         raise SystemExit(f"{where}: no key {key} (model={model}); {hint} (--model comes first)")
 
 
-def rule(key, model, where, flags=()):
+def rule(key, model, where):
     """(the Python type of a key, a test of its value, the text of an error)."""
-    require_key(key, model, where, flags)
+    require_key(key, model, where)
     allowed = keys_of(model)[key].type
     allowed = PLAIN.get(allowed, allowed)
     if get_origin(allowed) is Literal:
@@ -355,9 +351,9 @@ def rule(key, model, where, flags=()):
     return get_args(allowed)
 
 
-def coerce(key, value, model, where, flags=()):
+def coerce(key, value, model, where):
     """value as the key's type. It only converts whole numbers: 1 to 1.0, 1e4 to 10000."""
-    kind, test, words = rule(key, model, where, flags)
+    kind, test, words = rule(key, model, where)
     if kind is int and type(value) is float and value.is_integer():
         value = int(value)
     if kind is float and type(value) is int:
@@ -377,11 +373,11 @@ def parse(text):
 
 def help_text(usage, model="gpt2"):
     """usage, then every key with its default and its comment in the code."""
-    lines = [usage.strip()]
     keys = keys_of(model)
-    classes = [Config, *reversed(model_file(model).ModelConfig.__mro__[:-1])]
-    source = "".join(inspect.getsource(cls) for cls in classes)
-    for line in source.splitlines():
+    classes = reversed(model_file(model).ModelConfig.__mro__[:-1])
+    code = [inspect.getsource(Config), f"# --- model {model}\n", *map(inspect.getsource, classes)]
+    lines = [usage.strip()]
+    for line in "".join(code).splitlines():
         key = re.match(r"    (\w+): .+? = (\S+)", line)
         _, _, comment = line.partition("# ")
         if comment.startswith("--- "):  # a heading

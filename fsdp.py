@@ -11,12 +11,13 @@ imports only torch (2.13 or later), so you can copy it into your own project:
     shard(model, model.layers, mesh, mp_policy=mixed_precision(torch.bfloat16))
     for name, p in model.named_parameters():  # each rank draws all, and keeps its rows
         write_full(p, my_initial_value(name, p.shape))
-    # Make the optimizer before the first forward. After one, the root's parameters are gathered
-    # copies, not the rows to update.
+    # Make it before any forward: afterwards the root's parameters are gathered copies, and the
+    # optimizer would update those instead of this rank's rows.
     optimizer = torch.optim.AdamW(model.parameters())
     for batches in steps:  # each rank has its own: see PyTorch's DistributedSampler
         for i, (x, y) in enumerate(batches):
-            # For hybrid sharding, DDP and every=False; else each backward reduces anyway.
+            # With several micro-batches: in the last one hybrid sharding's groups reduce, and the
+            # root is freed.
             set_grad_sync(model, is_last_micro_batch=i + 1 == len(batches))
             loss = my_loss(model(x), y) / len(batches)
             loss.backward()  # gathers unit by unit, averages gradients, keeps its rows of them
@@ -38,9 +39,9 @@ their gradients reduced, in one collective. PyTorch's hooks do this, not code in
     after that            free i, reduce its gradients           free i, reduce its gradients
 
 The root unit holds every other parameter. It stays gathered from its forward to the end of
-backward, where its gradients are reduced. All ranks must run the same units in the same order. If
-one skips a block, they mix rows of different blocks without an error; checks.check_units finds
-that.
+backward, or with set_grad_sync to the end of the step's last one. All ranks must run the same
+units in the same order. If one skips a block, they mix rows of different blocks without an error;
+checks.check_units finds that.
 
 docs/fsdp.md walks through a step; docs/your_model.md lists what FSDP2 requires of your model.
 """
@@ -115,19 +116,24 @@ def shard(
         ahead in backward, and in forward as soon as the CPU gets there, usually ahead of the GPU.
     """
     units = list(units)
+    # An embedding's backward does not read its table. (A subclass with its own forward might.)
+    tables = [unit for unit in units if type(unit).forward is torch.nn.Embedding.forward]
     offloaded = evenly(units, cpu_offload)
     if cpu_offload == 1:
         offloaded.append(model)
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     on_device = OffloadPolicy()
     common = dict(mesh=mesh, mp_policy=mp_policy or mixed_precision(torch.float32))
+    marks = {n: marks_of(p) for n, p in model.named_parameters(remove_duplicate=False)}
 
     # 1) Shard the units, then the root, which takes everything else.
     for unit in units:
+        # Groups of n ranks needn't keep a table for backward.
+        reshard = bool(reshard_after_forward) if unit in tables else reshard_after_forward
         fully_shard(
             unit,
             **common,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=reshard,
             offload_policy=on_host if unit in offloaded else on_device,
         )
     fully_shard(
@@ -136,21 +142,20 @@ def shard(
         reshard_after_forward=False,  # backward begins with the root
         offload_policy=on_host if model in offloaded else on_device,
     )
-    model.reshard_after_forward = reshard_after_forward  # for set_grad_sync
-    # All ranks must reduce the same gradients. If a micro-batch leaves a parameter
-    # without one on some rank (an expert that got no token), that rank contributes zeros.
+    # All ranks must reduce the same gradients. If a micro-batch leaves a parameter of a unit
+    # without one on some rank (one of its experts got no token), that rank contributes zeros.
     model.set_reduce_scatter_unused_params(True)
 
     # 2) Materialize: allocate memory, only now and only for this rank's rows.
     for unit in [*units, model]:
         # Inner units come first. Outer ones then skip them: they are no longer on meta.
         materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
+    for name, p in model.named_parameters():
+        vars(p).update(marks[name])  # FSDP2 and materialize made new parameters
 
-    # 3) Set when to gather. An embedding's backward does not read its table (a subclass with its
-    # own forward might).
-    for unit in units:
-        if type(unit).forward is torch.nn.Embedding.forward:
-            unit.set_unshard_in_backward(False)
+    # 3) Set when to gather.
+    for table in tables:
+        table.set_unshard_in_backward(False)
     if prefetch_units:
         prefetch(model, units, prefetch_units)
 
@@ -196,7 +201,8 @@ def tied_names(model):
 
 def evenly(units, fraction):
     """A fraction of the units, evenly spread, so that host-device copies overlap with the compute
-    of the others: unit i is chosen if the running total of `fraction` reaches an integer."""
+    of the others. With 0.5 it takes units 1, 3, 5, ...: those at which the running total of
+    `fraction` reaches an integer."""
     # 1e-9: rounding may leave a total just below an integer.
     totals = [math.floor(i * fraction + 1e-9) for i in range(len(units) + 1)]
     return [unit for i, unit in enumerate(units) if totals[i + 1] > totals[i]]
@@ -204,12 +210,16 @@ def evenly(units, fraction):
 
 def prefetch(model, units, n):
     """Before a unit's forward, gather the next n too; before its backward, the previous n."""
-    chosen = set(units)
     # Registration order, which we assume is forward order. Nearest first.
-    ordered = [module for module in model.modules() if module in chosen]
+    ordered = [module for module in model.modules() if module in units]
     for i, unit in enumerate(ordered):
         unit.set_modules_to_forward_prefetch(ordered[i + 1:i + 1 + n])
         unit.set_modules_to_backward_prefetch(ordered[max(0, i - n):i][::-1])
+
+
+def marks_of(p):
+    """Attributes that somebody set on a parameter, such as Mamba's _no_weight_decay."""
+    return dict(vars(p)) if type(p) is torch.nn.Parameter else {}
 
 
 def materialize(module, device):
@@ -222,6 +232,7 @@ def materialize(module, device):
                 if p not in made:  # else it is tied
                     empty = torch.empty_like(p, device=device)
                     made[p] = torch.nn.Parameter(empty, p.requires_grad)
+                    vars(made[p]).update(marks_of(p))
                 setattr(inner, name, made[p])  # FSDP2 reads the attribute at the first forward
 
 
@@ -240,8 +251,8 @@ def replicate(model):
     """PyTorch's DDP: every rank keeps everything. Returns the module to call (all ranks)."""
     for p in model.parameters():
         if p.requires_grad:
-            # DDP turns existing gradients into views of its buckets. If a micro-batch that
-            # reduces nothing creates them later, they are extra copies.
+            # Gradients that exist now become views of DDP's buckets. Created later, in a
+            # micro-batch that reduces nothing, they would be extra copies.
             p.grad = torch.zeros_like(p)
     device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
@@ -264,9 +275,11 @@ def autocast(wrapped, device_type: str, dtype: torch.dtype):
     return torch.autocast(device_type, dtype, enabled=on)
 
 
-def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
-    """Choose the gradients that the next backward reduces; call it before each micro-batch's
-    forward.
+def set_grad_sync(
+    wrapped, is_last_micro_batch: bool, *, every: bool = True, keep_gathered: bool = False
+):
+    """Choose the gradients that the next backward reduces, and what it frees; call it before each
+    micro-batch's forward.
 
                         every=True                       every=False
     DDP                 all-reduce in each backward      all-reduce in the last
@@ -275,8 +288,10 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
     between the groups  all-reduce in the last           all-reduce in the last
     of hybrid sharding
 
-    With every=False and reshard_after_forward=False parameters also stay gathered from one
-    micro-batch to the next (ZeRO-1's traffic).
+    The root stays gathered from one micro-batch to the next, and with keep_gathered the other
+    units too (ZeRO-1's traffic, if every and reshard_after_forward are False). Their last backward
+    frees them, so that the optimizer updates this rank's rows: pass is_last_micro_batch=True for
+    it, and the same keep_gathered for all.
     """
     sync = is_last_micro_batch or every
     root = fsdp_root(wrapped)
@@ -287,9 +302,7 @@ def set_grad_sync(wrapped, is_last_micro_batch: bool, *, every: bool = True):
         # After the line above, which sets it too. The groups of hybrid sharding all-reduce once
         # per step, however many micro-batches.
         root.set_requires_all_reduce(is_last_micro_batch)
-        keeps_gathered = getattr(root, "reshard_after_forward", True) is False
-        if keeps_gathered and not every:
-            root.set_reshard_after_backward(is_last_micro_batch)
+        root.set_reshard_after_backward(is_last_micro_batch, recurse=keep_gathered)
 
 
 def zero_grad(wrapped, optimizer):
@@ -302,16 +315,21 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     """Scale the gradients to a global 2-norm of at most max_norm (0: do not clip). Returns the
     norm before clipping, a 0-d tensor on the device (collective when sharded).
 
+    wrapped: the model, or a part of it. While the root is gathered, a part without units has no
+    gradients, and its norm is 0.
     loss_scale: the factor on the loss; gradients are divided by it first. If one overflowed on
     any rank, every rank gets a norm that is not finite."""
     # PyTorch's clip_grad_norm_ refuses gradients on two devices, as with cpu_offload.
-    is_sharded = fsdp_root(wrapped) is not None
+    # A part may have no unit in it, so look at its parameters too.
+    is_sharded = any(isinstance(p, DTensor) for p in wrapped.parameters())
+    is_sharded = is_sharded or fsdp_root(wrapped) is not None
     grads = defaultdict(list)  # {device: this rank's gradients there}
     for name, p in wrapped.named_parameters():
         if is_sharded and not isinstance(p, DTensor):
             raise ValueError(
                 f"{name} is not sharded, so its gradient is out of sight: a forward ran between "
-                "backward and step (evaluate after the step), or it was added after `shard`")
+                "backward and step (evaluate after the step), set_grad_sync was not told of the "
+                "last micro-batch, or it was added after `shard`")
         if p.grad is not None:
             grad = p.grad.to_local() if is_sharded else p.grad
             grads[grad.device].append(grad)
@@ -319,8 +337,8 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     first = next(wrapped.parameters())
     mesh = first.device_mesh if is_sharded else None
     square = torch.zeros((), device=mesh.device_type if is_sharded else first.device)
-    for there in grads.values():
-        square += torch.nn.utils.get_total_norm(there).to(square.device) ** 2
+    for on_device in grads.values():
+        square += torch.nn.utils.get_total_norm(on_device).to(square.device) ** 2
     if is_sharded:
         # Only over the shard group: all groups hold equal gradients, so count them once.
         dist.all_reduce(square, group=mesh.get_group(-1))
@@ -328,16 +346,17 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     if max_norm or loss_scale != 1:
         limit = max_norm or math.inf
         factor = (limit / (norm + 1e-6)).clamp(max=1.0) / loss_scale
-        for device, there in grads.items():
-            torch._foreach_mul_(there, factor.to(device))
+        for device, on_device in grads.items():
+            torch._foreach_mul_(on_device, factor.to(device))
     return norm
 
 
 @contextmanager
 def inference(wrapped):
-    """Evaluate or generate inside: eval mode, no gradients. On exit nothing stays gathered, and
+    """Evaluate or generate inside: eval mode, no gradients. On exit no unit stays gathered, and
     each module returns to its previous mode. All ranks must run the same forwards, since a
-    forward gathers."""
+    forward gathers. (With reshard_after_forward=n each rank keeps its 1/n of every unit, in
+    param_dtype, until the next backward.)"""
     modes = {module: module.training for module in wrapped.modules()}
     wrapped.eval()
     try:

@@ -2,9 +2,9 @@
 Rank 0's reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
 wandb and TensorBoard if you ask for them.
 
-    flops = step_flops(model, cfg, world)                # for MFU
-    log = Log(cfg, world, out_dir, run_id, step, flops)  # no run_id: only print
-    log.step(step, loss, norm, optimizer, scaler, batches)  # every log_interval steps
+    ideal_s = ideal_seconds(model, cfg, world)         # for MFU
+    log = Log(cfg, world, out_dir, run_id, step, ideal_s)  # no run_id: only print
+    log.step(step, loss, norm, waited, optimizer, scaler, batches)  # every log_interval steps
     with log.paused(): ...                   # exclude an evaluation from the step times
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
@@ -23,7 +23,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import as_dict, package
-from ranks import all_reduce_max_, first_line, print0
+from ranks import first_line, print0
 
 # Dense bf16 FLOP/s by NVIDIA's data sheets (fp16 for V100, which lacks bf16).
 PEAK_FLOPS = {
@@ -40,25 +40,24 @@ PEAK_FLOPS = {
 }
 
 
-NO_SAVE = {"save_s": None, "save_blocked_s": None}
-
-
 def peak_flops(device):
     """Peak bf16 FLOP/s; None if unknown. It matches whole names, since H100 PCIe contains H100."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    name = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
+    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ").removeprefix("Tesla ")
     return PEAK_FLOPS.get(name)
 
 
-def step_flops(model, cfg, world):
-    """FLOPs of a step over all ranks, for MFU; 0 if the device's peak is unknown. Counting
-    takes as long as several steps of a small model. model: on the meta device."""
-    if not peak_flops(world.device):
+def ideal_seconds(model, cfg, world):
+    """How long a step would take if each rank's GPU reached its peak. MFU is this divided by what
+    it takes; 0 if the peak is unknown. Counting takes as long as several steps of a small model.
+    model: on the meta device."""
+    peak = peak_flops(world.device)
+    if not peak:
         return 0
     # A copy, since its forward and backward run.
-    return flops_per_token(copy.deepcopy(model), world) * tokens_per_step(cfg)
+    flops = flops_per_token(copy.deepcopy(model), world) * tokens_per_step(cfg)
+    return flops / (peak * world.size)
 
 
 def tokens_per_step(cfg):
@@ -119,21 +118,17 @@ def describe(cfg, model, batches, source, world):
     n = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     samples = cfg.gradient_accumulation_steps * cfg.batch_size
-    epochs = []
-    for name, share, part in batches.parts:
-        of = f" of {name}" if share < 1 else ""
-        windows = len(part.files["train"])
-        epochs.append(f"epoch{of} = {windows / (samples * share):,.0f} steps")
     yield (
         f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
         f"{world.device.type}, {cfg.dtype}, {samples * cfg.sizes.block_size:,} tokens per step, "
-        f"{samples // cfg.batch_size // world.size} x {cfg.batch_size} sequences of a rank, "
-        f"{', '.join(epochs)}")
-    for name, _, part in batches.parts:
-        train, val = part.files["train"], part.files["val"]
+        f"{samples // cfg.batch_size // world.size} x {cfg.batch_size} sequences of a rank")
+    for name, share, part in batches.parts:
+        train = part.files["train"]
         yield (
-            f"{name}: {train.tokens_in_all:,} tokens of train and {val.tokens_in_all:,} of val; "
-            f"100 windows have ids up to {train.largest:,}, vocab_size={cfg.sizes.vocab_size:,}")
+            f"{name}: {train.tokens_in_all:,} tokens of train and "
+            f"{part.files['val'].tokens_in_all:,} of val, epoch = "
+            f"{len(train) / (samples * share):,.0f} steps; 100 windows have ids up to "
+            f"{train.largest:,}, vocab_size={cfg.sizes.vocab_size:,}")
         if train.masks:
             yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
     if trained < n:
@@ -159,19 +154,20 @@ def perplexity(loss):
     return math.exp(min(loss, 700))  # exp overflows from 710 on
 
 
+def gib(n):
+    return f"{n / 2**30:.2f}GiB"
+
+
 class Log:
-    def __init__(self, cfg, world, out_dir, run_id, step, flops=0):
-        self.max_iters = cfg.max_iters
+    def __init__(self, cfg, world, out_dir, run_id, step, ideal_s=0):
+        self.cfg = cfg
         self.world = world
         self.run_id = run_id
         self.next_step = step
-        self.save = NO_SAVE
+        self.save_times = dict.fromkeys(("save_s", "save_blocked_s"))  # since the last line
         self.started = self.since = time.time()
         self.paused_s = 0.0  # in evaluations and saves
-        self.tokens = tokens_per_step(cfg)
-        self.samples = cfg.gradient_accumulation_steps * cfg.batch_size
-        self.peak_flops = peak_flops(world.device)
-        self.flops = flops
+        self.ideal_s = ideal_s
         self.reset_peak()  # exclude the peak of building the model
         self.file = self.wandb = self.tensorboard = None
         if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
@@ -211,65 +207,65 @@ class Log:
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
-    def step(self, step, loss, norm, optimizer, scaler, batches):
-        """Log this step's numbers, and the mean time of a step since the last call (all ranks)."""
+    def step(self, step, loss, norm, waited, optimizer, scaler, batches):
+        """Log this step's numbers, and the mean time of a step since the last call.
+        loss, norm: over all ranks. waited: seconds for batches since then, on the slowest rank."""
+        if scaler.skipped:
+            print0(self.world, f"iter {step}: gradients overflowed in float16, "
+                               f"steps skipped: {scaler.skipped}, loss scale now {scaler.scale:g}")
+            scaler.skipped = 0
+        row = self.row(step, loss, norm, waited, optimizer, scaler, batches)
+        print0(self.world, self.line(row, norm))
+        self.write(row)
+        self.since = row["time"]
+        self.next_step = step + 1
+        self.save_times = dict.fromkeys(self.save_times)
+        self.reset_peak()
+
+    def row(self, step, loss, norm, waited, optimizer, scaler, batches):
+        """A step's numbers, as metrics.jsonl has them."""
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
-        waited = torch.tensor(batches.seconds)  # in host memory, so its collective is not the GPU's
-        batches.seconds = 0
-        waited = all_reduce_max_(waited, self.world).item()  # all ranks wait for the slowest
-        data_ms = waited / steps * 1000
-        scale = scaler.scale if scaler.enabled else None
-        if scaler.skipped:
-            print0(self.world, f"iter {step}: gradients overflowed in float16, "
-                               f"steps skipped: {scaler.skipped}, loss scale now {scale:g}")
-            scaler.skipped = 0
-        self.since = now
-        self.next_step = step + 1
-        tokens_per_s = self.tokens / seconds
-        memory = peak_memory(self.world.device)
-        on_gpu = gpu_memory(self.world.device)
-        more = ""
-        if self.world.device.type == "cuda":
-            valley, reserved, free, retries = on_gpu.values()
-            more = (
-                f" ({valley / 2**30:.2f}GiB at rest, {reserved / 2**30:.2f}GiB reserved, "
-                f"{free / 2**30:.2f}GiB free, {retries} retries)")
-        minutes_left = seconds * (self.max_iters - step - 1) / 60
-        mfu = None
-        if self.flops:
-            mfu = self.flops / seconds / (self.peak_flops * self.world.size)
-        print0(
-            self.world,
-            f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, "
-            f"mfu {f'{mfu:.2%}' if mfu else 'n/a'}, {tokens_per_s:,.0f} tok/s, "
-            f"norm {norm:.2f}, data {data_ms:.2f}ms, mem {memory / 2**30:.2f}GiB{more}, "
-            f"{minutes_left:.1f}m left")
+        tokens = tokens_per_step(self.cfg)
+        samples = tokens // self.cfg.sizes.block_size
         windows = sum(len(part.files["train"]) for _, _, part in batches.parts)
-        self.write(dict(
+        return dict(
             iter=step,
             time=now,  # Unix seconds
             loss=loss,
             perplexity=perplexity(loss),
             grad_norm=norm if math.isfinite(norm) else None,  # JSON has no NaN
-            epoch=(step + 1) * self.samples / windows,
-            sequences_per_step=self.samples,
-            tokens_per_step=self.tokens,
+            epoch=(step + 1) * samples / windows,
+            sequences_per_step=samples,
+            tokens_per_step=tokens,
             lr=optimizer.param_groups[0]["lr"],
             time_ms=seconds * 1000,
-            data_ms=data_ms,
-            tokens_per_s=tokens_per_s,
-            mfu=mfu,
-            loss_scale=scale,
-            peak_memory=memory,
-            **on_gpu,
+            data_ms=waited / steps * 1000,
+            tokens_per_s=tokens / seconds,
+            mfu=self.ideal_s / seconds if self.ideal_s else None,
+            loss_scale=scaler.scale if scaler.enabled else None,
+            peak_memory=peak_memory(self.world.device),
+            **gpu_memory(self.world.device),
             wall_s=now - self.started,
             train_s=now - self.started - self.paused_s,
-            **self.save,
-        ))
-        self.save = NO_SAVE
-        self.reset_peak()
+            **self.save_times,
+        )
+
+    def line(self, row, norm):
+        """A row as it is printed."""
+        mfu = f"{row['mfu']:.2%}" if row["mfu"] else "n/a"
+        on_gpu = ""
+        if self.world.device.type == "cuda":
+            on_gpu = (
+                f" ({gib(row['valley_memory'])} at rest, {gib(row['peak_reserved'])} reserved, "
+                f"{gib(row['free_memory'])} free, {row['alloc_retries']} retries)")
+        minutes_left = (self.cfg.max_iters - row["iter"] - 1) * row["time_ms"] / 60_000
+        return (
+            f"iter {row['iter']}: loss {row['loss']:.4f}, time {row['time_ms']:.2f}ms, mfu {mfu}, "
+            f"{row['tokens_per_s']:,.0f} tok/s, norm {norm:.2f}, "
+            f"data {row['data_ms']:.2f}ms, mem {gib(row['peak_memory'])}{on_gpu}, "
+            f"{minutes_left:.1f}m left")
 
     def evaluation(self, step, losses):
         """losses: as train.evaluate returns them."""
@@ -290,7 +286,7 @@ class Log:
         step's row: the save ran in the background, so a row of its own would be out of order."""
         print0(self.world, f"saved step {step} in {seconds:.2f}s, of which training was blocked "
                            f"for {blocked_s:.2f}s")
-        self.save = dict(save_s=seconds, save_blocked_s=blocked_s)
+        self.save_times = dict(save_s=seconds, save_blocked_s=blocked_s)
 
     def write(self, row):
         if self.file:

@@ -17,18 +17,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT, GPTConfig
 
-# 1) The mesh: the ranks that share one copy of the model. Creating it connects them and
-#    assigns each its GPU.
 if "WORLD_SIZE" not in os.environ:
     raise SystemExit("start it with: torchrun --standalone --nproc_per_node=2 minimal.py")
 size = int(os.environ["WORLD_SIZE"])
 if 12 % size:
     raise SystemExit(f"{size} processes cannot share 12 samples: take 1, 2, 3, 4, 6 or 12")
+
+# 1) The mesh: the ranks that share one copy of the model. Creating it connects them and
+#    assigns each its GPU.
 local_rank = int(os.environ["LOCAL_RANK"])  # the rank on this node, and its GPU's index
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+# Each rank needs its own GPU, since NCCL refuses two ranks on one. Else they take the CPU.
 device = "cuda" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
 if device == "cpu":
-    dist.init_process_group("gloo")  # else NCCL, which refuses two ranks on one GPU
+    dist.init_process_group("gloo")  # for GPUs, init_device_mesh opens NCCL's
 mesh = dist.init_device_mesh(device, (size,))
 rank = mesh.get_rank()
 
@@ -47,12 +49,13 @@ fully_shard(model, mesh=mesh)  # the root: all the rest
 model.to_empty(device=device)
 for name, p in model.named_parameters():
     full = model.initial_value(name, p.shape, seed=1337)
-    # full[:] draws the whole tensor. src_data_rank=None: send nothing, every rank has it.
+    # full[:] draws all rows. src_data_rank=None: send nothing, since every rank has drawn them.
     rows = distribute_tensor(full[:], mesh, p.placements, src_data_rank=None)
     p.data.copy_(rows)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
 
 
+# (Steps 1 to 4 in numbers: what rank 0 keeps, and what it holds while a block runs.)
 def print0(line):
     if rank == 0:
         print(line, flush=True)
@@ -106,4 +109,4 @@ for name, p in model.state_dict().items():
 if rank == 0:
     torch.save(state, "out-minimal.pt")
 dist.barrier(device_ids=[local_rank] if device == "cuda" else None)
-os._exit(0)  # gloo's threads abort one normal exit in ten: see ranks.leave
+dist.destroy_process_group()

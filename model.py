@@ -10,22 +10,8 @@ Sizes: B sequences of T tokens, C = n_embd, nh heads of hs = C / nh, V = vocab_s
 Architecture: Radford et al. 2019 (GPT-2): pre-LayerNorm, learned positions, GELU, a tied
 head.
 
-For another model, write a file like this one: `--model=NAME` loads NAME.py next to it. It defines
-ModelConfig, a dataclass of keys, and Model, an nn.Module without buffers that has
-    config                           its ModelConfig
-    blocks                           the repeated layers in forward order: FSDP's units
-    forward(idx, targets, cache)     -> (logits, loss). With targets: logits (B, T, V) or None,
-                                     and the mean cross-entropy in fp32 of the targets that
-                                     are not -1. Without: logits (B, 1, V) of the last
-                                     position, and None. cache: optional
-    initial_value(name, shape, seed) -> the starting value of a parameter: a tensor, or normal(...)
-    head_loss(x, targets)            optional, for the key loss_chunks: takes x (B, T, C), the
-                                     last norm's output, and returns (logits, loss). If
-                                     self.loss_chunks is N > 0: in N pieces, and logits None
-    units                            optional: FSDP's units, if not just the blocks
-    matrices()                       optional: the parameters that Muon updates
-    causal                           optional: False if it is not a left-to-right language model
-docs/model_file.md explains each; tests/test_contract.py checks your file.
+For another model, write a file like this one (docs/model_file.md): `--model=NAME` loads NAME.py
+next to it.
 """
 
 import hashlib
@@ -40,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class GPTConfig:
-    # --- model gpt2
     block_size: int = 1024  # context length in tokens
     vocab_size: int = 50304  # if the data has no meta.json: GPT-2's, padded to a multiple of 64
     n_layer: int = 12
@@ -161,8 +146,8 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         x = self.transformer.drop(x)
         caches = cache or [None] * len(self.blocks)
-        for block, of_block in zip(self.blocks, caches):
-            x = block(x, of_block)
+        for block, block_cache in zip(self.blocks, caches):
+            x = block(x, block_cache)
         x = self.transformer.ln_f(x)
         if targets is None:
             last = x[:, [-1], :]  # (B, 1, C): generation needs only the last position
@@ -184,7 +169,7 @@ class GPT(nn.Module):
         def sum_loss(x, targets):
             return cross_entropy(self.lm_head(x), targets, reduction="sum")
 
-        # F.linear_cross_entropy of torch 2.13 breaks graphs and the loss scaling of fp16.
+        # Not F.linear_cross_entropy: in torch 2.13 it breaks graphs and fp16's loss scaling.
         total = 0.0
         x_pieces = x.chunk(self.loss_chunks, dim=1)
         target_pieces = targets.chunk(self.loss_chunks, dim=1)
@@ -220,46 +205,30 @@ Model = GPT
 
 
 def attend(q, k, v, dropout):
-    """Causal attention -> (B, nh, T, hs).
-
-    q is (B, nh, T, hs). k and v are longer if a cache holds earlier positions. They may have
-    fewer heads: each then serves several query heads (grouped-query attention).
-    """
+    """Causal attention of q (B, nh, T, hs) to k and v -> (B, nh, T, hs). k and v are longer than T
+    if a cache holds earlier positions."""
     B, nh, T, hs = q.size()
-    written_out = explicit_is_faster(q.device.type, q.dtype, T)
-    grouped = k.size(1) < nh
-    if grouped and (written_out or q.dtype != torch.bfloat16):
-        # Only flash attention reliably supports grouped heads, and only in bf16.
-        times = nh // k.size(1)
-        k = k.repeat_interleave(times, dim=1)  # (B, nh, ...)
-        v = v.repeat_interleave(times, dim=1)
-        grouped = False
-    if not written_out:
-        return F.scaled_dot_product_attention(
-            q, k, v,
-            is_causal=T > 1,  # a single new token sees the whole cache
-            dropout_p=dropout,
-            enable_gqa=grouped,
-        )
-
+    if not explicit_is_faster(q):
+        # A single new token sees the whole cache.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
     q = q.reshape(B * nh, T, hs)
     k = k.reshape(B * nh, T, hs)
     v = v.reshape(B * nh, T, hs)
-    later = torch.full((T, T), -math.inf, dtype=q.dtype)
-    later = later.triu(1)  # no token sees a later one
+    mask = torch.full((T, T), -math.inf, dtype=q.dtype)
+    mask = mask.triu(1)  # -inf above the diagonal: no token sees a later one
     scale = 1 / math.sqrt(hs)
-    scores = torch.baddbmm(later, q, k.mT, alpha=scale)  # (B nh, T, T)
+    scores = torch.baddbmm(mask, q, k.mT, alpha=scale)  # (B nh, T, T)
     weights = F.softmax(scores, dim=-1)
     weights = F.dropout(weights, dropout)
     y = torch.bmm(weights, v)  # (B nh, T, hs)
     return y.view(B, nh, T, hs)
 
 
-def explicit_is_faster(device_type, dtype, T):
-    # On CPUs in bf16, explicit attention takes 9%, 20% and 45% of the fused kernel's time at
-    # T = 64, 128 and 256 (AMX). From T = 512 on, and in fp32, it is slower.
-    is_bf16_on_cpu = device_type == "cpu" and dtype == torch.bfloat16
-    return is_bf16_on_cpu and 1 < T <= 256
+def explicit_is_faster(q):
+    """On CPUs in bf16, explicit attention takes 9%, 20% and 45% of the fused kernel's time at
+    T = 64, 128 and 256 (AMX). From T = 512 on, and in fp32, it is slower."""
+    is_bf16_on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return is_bf16_on_cpu and 1 < q.size(2) <= 256
 
 
 def cross_entropy(logits, targets, reduction="mean"):

@@ -113,8 +113,8 @@ class LossScaler:
 
 def allocate_state(optimizer):
     """Create the state of all parameters, for a checkpoint to fill. PyTorch creates it in the
-    first step, so take one with zero gradients and learning rate 0: the weights don't change."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    first step, so take one with zero gradients and learning rate 0: the weights don't change.
+    (Each step of a run sets the learning rate.)"""
     grads = {}
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -124,5 +124,3 @@ def allocate_state(optimizer):
     optimizer.step()
     for p, grad in grads.items():
         p.grad = grad  # under DDP it is a view of a bucket, which must stay
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate

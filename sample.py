@@ -12,12 +12,8 @@ If no tokenizer is known, the samples are token ids too.
 
 import inspect
 import math
-import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
 
 import torch
 from torch.nn import functional as F
@@ -28,7 +24,8 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
 from fsdp import autocast
 from ranks import World, pick_device, run
-from train import meta_model, open_source, parallelize
+from start import open_source
+from train import meta_model, parallelize
 
 
 class KVCache:

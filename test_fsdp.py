@@ -362,17 +362,16 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
 
     # ZeRO-3 gathers the blocks again for backward. A first block that is all frozen has none, but
     # FSDP2 gathers it, since it gathers one ahead.
-    gathered, trained = units + blocks, units
+    gathered, trained, times = 2 * blocks, units, micro
     if option == "frozen":
         trained = units - 1
-    times = micro
     if not mode(strategy).reshard_after_forward:
-        gathered, times = units, sync
+        gathered, times = blocks, sync
     names = [name for name, *_ in r["traffic"]]
-    assert names.count("all_gather") == gathered * times
+    assert names.count("all_gather") == 1 + gathered * times  # the root once a step
     assert names.count("reduce_scatter") == trained * sync
     if option != "frozen":  # PyTorch's own count of one micro-batch
-        assert r["counts"]["_allgather_base_"] == gathered
+        assert r["counts"]["_allgather_base_"] == 1 + gathered
         assert r["counts"]["_reduce_scatter_base_"] == trained
 
     dtypes = {dtype for kind, _, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
@@ -398,7 +397,7 @@ def test_mechanisms_collectives_where_backward_gathers_less(ranks, option):
         gathers = {4: 0, 2: 0}
         for (kind, n, _), count in times.items():
             gathers[n] += count * (kind == "all_gather")
-        assert gathers == {4: micro * 4, 2: micro * 3}
+        assert gathers == {4: 1 + micro * 3, 2: micro * 3}
         return
     rows, width = r["table"]
     size = 4 * math.ceil(rows / world) * world * width
@@ -409,18 +408,21 @@ def test_mechanisms_collectives_where_backward_gathers_less(ranks, option):
 
 @case((4, "groups", REGATHER))
 def case_groups(tmp, **overrides):
-    """How many groups of ranks are made, with one block and with three."""
+    """How many groups of ranks are made: with one block, with three, with one and a table."""
     made = []
-    for n_layer in (1, 3):
+    table = dict(n_layer=1, model="test_fsdp", vocab_size=2000)
+    for keys in (dict(n_layer=1), dict(n_layer=3), table):
         with patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as new_group:
-            built(tmp, n_layer=n_layer, **ZERO3, **overrides)
+            run = built(tmp, **keys, **ZERO3, **overrides)
         made.append(new_group.call_count)
+    assert isinstance(run.model.transformer.wte, FSDPModule)
     return made
 
 
 def test_mechanisms_a_number_makes_groups_of_ranks_for_each_unit(ranks):
-    """On 4 ranks 4 of them, so 128 for 32 units. The key's help says it."""
-    assert values(ranks(4), "groups") == 4 * [[4, 12]]
+    """On 4 ranks 4 of them, so 128 for 32 units. The key's help says it. None for a table, which
+    backward does not gather."""
+    assert values(ranks(4), "groups") == 4 * [[4, 12, 4]]
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -645,6 +647,25 @@ def test_clipping_scales_down_only():
     norms = [fsdp.clip_grad_norm(gpt, limit).item() for limit in (0.0, 1.0, 9.0, 0.0)]
     before = 2 * math.sqrt(sum(p.numel() for p in gpt.parameters()))
     assert norms == pytest.approx([before, before, 1.0, 1.0], rel=1e-4)
+
+
+@case((2, "clip-part", {}))
+def case_clip_a_part(tmp):
+    """Norms of a norm layer, whose parameters are the root's, of a block and of all; and their own
+    parameters' whole gradients."""
+    run = built(tmp, **ZERO3)
+    run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
+    norms = []
+    for part in (run.model.transformer.ln_f, run.model.blocks[1], run.model):
+        whole = [p.grad.full_tensor().flatten() for p in part.parameters()]
+        norms.append((fsdp.clip_grad_norm(part, 0.0).item(), torch.cat(whole).norm().item()))
+    return norms
+
+
+def test_clipping_a_part_of_a_sharded_model(ranks):
+    for norms in values(ranks(2), "clip-part"):
+        assert all(found == pytest.approx(expected, rel=1e-6) for found, expected in norms)
+        assert len({found for found, _ in norms}) == 3
 
 
 @case((2, "units", {}))

@@ -14,12 +14,7 @@ the last wins.
 """
 
 import re
-import signal
 import sys
-from dataclasses import replace
-
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
 
 import torch
 
@@ -29,19 +24,21 @@ import checks
 import configurator
 import fsdp
 from configurator import DTYPES, STRATEGIES, extra
-from data.loader import data_dir, open_batches, read_meta
-from metrics import Log, describe, require_packages, step_flops
+from data.loader import open_batches
+from metrics import Log, describe, ideal_seconds, require_packages
 from model import derive_seed
-from optimizer import LossScaler, allocate_state, learning_rate_at, make_adamw
+from optimizer import LossScaler, learning_rate_at, make_adamw
 from ranks import (
     StopSignal,
     all_reduce_mean_,
     connect,
     from_rank0,
+    mean_and_longest,
     print0,
     run,
     setup,
 )
+from start import final_config, open_start
 
 # ---------- build: model, strategy, optimizer, values -------------------------
 
@@ -55,14 +52,14 @@ def build(model, cfg, world, source=None):
     # 2) Make the optimizer before any forward: a forward leaves the root gathered, and its
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
-    # 3) Set the values. Each rank draws only the initial values in chunks that overlap its rows.
+    # 3) Set the values: from the source, and of what it lacks (new LoRA matrices, or all) the
+    # initial ones. Each rank draws only the chunks of numbers that overlap its rows.
     if source:
-        allocate_state(optimizer)  # all of it; load drops what the source lacks
         checkpoint.load(source, model, optimizer, world)
-    if source is None:
+    else:
         print0(world, "drawing initial values: about a minute per 3 billion numbers and core")
     for name, p in model.named_parameters():
-        if source is None or not source.has(name):  # LoRA's matrices, which its base lacks
+        if source is None or not source.has(name):
             fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
     checks.after_building(model, optimizer)
     if cfg.dtype == "float8":
@@ -149,10 +146,10 @@ def parallelize(model, cfg, world):
 def shard_model(model, cfg, world):
     """Apply a sharded strategy's keys to the model, in place (all ranks)."""
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
-    # Connect each group now. A full checkpoint is gathered over the shard group.
-    for group in mesh.get_all_groups():  # the last is the shard group
-        with_gather = group is mesh.get_group(-1) and cfg.checkpoint == "full"
-        connect(group, world.device, with_gather)
+    # Connect the groups now. A full checkpoint is gathered over the one that shards.
+    for group in mesh.get_all_groups():
+        is_shard_group = group is mesh.get_group(-1)
+        connect(group, world.device, with_gather=is_shard_group and cfg.checkpoint == "full")
     units = getattr(model, "units", None)  # a model file may list its own
     if units is None or cfg.wrap_min_params:
         units = fsdp.find_units(model, model.blocks, cfg.wrap_min_params)
@@ -188,92 +185,6 @@ def make_optimizer(model, cfg):
     )
 
 
-# ---------- start: from scratch, from a checkpoint, from Hugging Face ---------
-
-
-def open_start(cfg, world):
-    """Open the run's starting point (all ranks). Returns (source, resumed): source is None when
-    starting from scratch; resumed is True if the run continues, False if it only takes the
-    weights."""
-    source = open_source(cfg, world)
-    resumed = source is not None and cfg.init_from in ("resume", "auto")
-    if source is None and cfg.init_from == "resume":
-        raise SystemExit(
-            f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
-            "auto to resume only if there is one")
-    # A new LoRA run needs a base; a checkpoint without LoRA cannot be resumed with it.
-    if cfg.lora_rank and not (source and source.base):
-        if source is None:
-            raise SystemExit(
-                f"lora_rank={cfg.lora_rank}: it needs a base; pass --init_from=DIR, a hub name or "
-                "another run's out_dir")
-        if resumed:
-            configurator.refuse("lora_rank", cfg.lora_rank, 0, source.path)
-        source = checkpoint.on_base(source, cfg.init_from)
-    if source and source.base and not resumed:
-        checkpoint.require_base_outside(cfg.out_dir, source.header["base"])
-    return source, resumed
-
-
-def final_config(cfg, source, resumed, world):
-    """cfg with the source's model sizes, or the vocabulary size of the data. SystemExit if a file
-    or a flag contradicts them. When resuming, prints other differences."""
-    if source is None:
-        return with_vocabulary(cfg)
-    # Defaults for checkpoints that lack these keys: older ones, nanoGPT's, Hugging Face's.
-    theirs = {
-        "model": "gpt2", "optimizer": "adamw", "lr_schedule": "cosine", **source.header["config"]}
-    sizes = source.header["model_args"]
-    # A new run keeps its own block_size if that is shorter: it saves memory.
-    cfg = configurator.with_sizes(
-        cfg, theirs["model"], sizes, source.path, whole_context=resumed)
-    if resumed:
-        if cfg.optimizer != theirs["optimizer"]:
-            configurator.refuse("optimizer", cfg.optimizer, theirs["optimizer"], source.path)
-        changed = configurator.differences({**theirs, **sizes}, cfg)
-        if changed:
-            print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
-    return cfg
-
-
-def with_vocabulary(cfg):
-    """cfg with the vocabulary size of its data, if meta.json has one; SystemExit if a file or a
-    flag set another."""
-    ours = cfg.sizes.vocab_size
-    size = read_meta(data_dir(cfg.dataset)).get("vocab_size", ours)
-    if "vocab_size" in cfg.given and ours != size:
-        raise SystemExit(
-            f"vocab_size={ours}, but dataset={cfg.dataset} has {size} symbols; pass "
-            f"--vocab_size={size}, or another --dataset")
-    return replace(cfg, sizes=replace(cfg.sizes, vocab_size=size))
-
-
-def open_source(cfg, world, key="init_from"):
-    """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
-    there is no checkpoint. If it holds LoRA's matrices, their base is opened too.
-    key: where the name came from, for error lines."""
-    if cfg.init_from == "scratch":
-        return None
-    own = cfg.init_from in ("resume", "auto")
-    source = checkpoint.find(cfg.out_dir if own else cfg.init_from, world)
-    if source and not own:
-        source = checkpoint.weights_only(source)
-    if not source and not own:
-        huggingface = extra("huggingface", wanted_by=f"{key}={cfg.init_from}")
-        # Rank 0 downloads it, and then every rank opens the copy in its own node's cache.
-        path = from_rank0(world, lambda: huggingface.open_pretrained(cfg.init_from, key).path)
-        source = huggingface.open_pretrained(path, key)
-    base = source and source.header.get("base")
-    if base:
-        source.base = open_source(replace(cfg, init_from=base), world, f"{source.path}: base")
-        before = source.header.get("base_origin")
-        now = source.base.header.get("origin", "something else")
-        if before and before != now:
-            print0(world, f"{source.path}: base={base} was {before} when LoRA began, "
-                          f"and is now {now}", file=sys.stderr)
-    return source
-
-
 # ---------- one step, one evaluation ------------------------------------------
 
 
@@ -286,11 +197,13 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
     accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches per rank
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
+    every = cfg.grad_sync == "every"
+    keep_gathered = not every and not STRATEGIES[cfg.strategy].reshard_after_forward
     step_loss = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
         # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
-        fsdp.set_grad_sync(wrapped, is_last, every=cfg.grad_sync == "every")
+        fsdp.set_grad_sync(wrapped, is_last, every=every, keep_gathered=keep_gathered)
         # Seed dropout by the micro-batch's number within the step, so that its masks are the same
         # at any world size.
         number = micro * world.size + world.rank
@@ -367,7 +280,7 @@ def train(cfg):
     first_step = source.header["iter_num"] if source else 0
     best_val_loss = source.header["best_val_loss"] if source else 1e9
     model = meta_model(cfg)
-    flops = step_flops(model, cfg, world)
+    ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
     scaler = LossScaler(cfg)  # for float16
@@ -379,9 +292,9 @@ def train(cfg):
     run_id = None
     if not cfg.eval_only:
         run_id = from_rank0(world, lambda: directory.claim(source, resumed))
-    log = Log(cfg, world, directory.path, run_id, first_step, flops)
+    log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
     saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
-    source = None  # unmap the file, or it takes disk space even after it is replaced
+    source = None  # drop the memory map: a file that is replaced takes space while it is mapped
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -401,9 +314,9 @@ def train(cfg):
 
         # Due? Evaluate.
         done = cfg.eval_only or step >= cfg.max_iters
-        evaluated = done or step % cfg.eval_interval == 0
+        evaluates = done or step % cfg.eval_interval == 0
         improved = False
-        if evaluated:
+        if evaluates:
             with log.paused():
                 losses = evaluate(wrapped, batches, cfg, world)
                 saver.require_finite(losses["val"], "validation loss", step)
@@ -412,7 +325,7 @@ def train(cfg):
                 best_val_loss = min(best_val_loss, losses["val"])
 
         # Due? Save.
-        if step > first_step and checkpoint.is_due(cfg, step, evaluated, improved):
+        if step > first_step and checkpoint.is_due(cfg, step, evaluates, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 
@@ -426,9 +339,11 @@ def train(cfg):
             checks.after_first_step(model, optimizer)
             is_checked = True
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
-            lossf = all_reduce_mean_(loss, world).item()  # synchronization point
+            # Synchronization point. The slowest reader delays all ranks, so log its wait.
+            lossf, waited = mean_and_longest(loss, batches.seconds, world)
+            batches.seconds = 0.0
             saver.require_finite(lossf, "loss", step)
-            log.step(step, lossf, norm.item(), optimizer, scaler, batches)
+            log.step(step, lossf, norm.item(), waited, optimizer, scaler, batches)
         step += 1
 
     # --- leave ---

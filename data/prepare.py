@@ -37,9 +37,6 @@ from multiprocessing import parent_process
 from pathlib import Path
 from tempfile import TemporaryFile
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the next imports: no traceback
-
 import numpy as np
 
 HERE = Path(__file__).absolute().parent
@@ -331,9 +328,6 @@ def output_directory(out):
     """Make the directory, and remove it again if nothing was written. Inside, Ctrl-C and disk
     errors become a SystemExit."""
     is_new = not out.exists()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        # Until now Ctrl-C ended the process. From here on it is the KeyboardInterrupt below.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         out.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out).close()  # find out at once if it is not writable

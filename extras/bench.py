@@ -29,7 +29,8 @@ from data.loader import open_batches
 from metrics import flops_per_token, gpu_memory, peak_flops, peak_memory
 from optimizer import LossScaler
 from ranks import print0, run, setup
-from train import build, meta_model, train_step, with_vocabulary
+from start import with_vocabulary
+from train import build, meta_model, train_step
 
 
 def main(argv):
@@ -42,7 +43,7 @@ def main(argv):
             keys.append(f"strategy={strategy}")
         flags = [f"--{key}" for key in keys]
         names.append(" ".join(keys) or "config")
-        configs.append(load_config(rest + flags, vars(own)))
+        configs.append(load_config(rest + flags))
 
     # All ranks. Resolve all variants first: a mistake in the last one then shows at once.
     most_offloaded = max(cfg.cpu_offload for cfg in configs)

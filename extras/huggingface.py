@@ -30,7 +30,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, encoder, gpt2_bpe, name_of
 from extras.hf_tokenizer import BESIDE, local_copy
 from ranks import World, first_line, run
-from train import open_source
+from start import open_source
 
 # ---------- their names and ours ----------------------------------------------
 

@@ -18,13 +18,13 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+import model  # explicit_is_faster by this name: the plan replaces it there
 from model import GPT, attend, normal
 
 
 @dataclass
 class LlamaConfig:
-    # --- model llama; the defaults are SmolLM2-135M's
-    block_size: int = 2048  # context length in tokens
+    block_size: int = 2048  # context length in tokens. All defaults are SmolLM2-135M's
     vocab_size: int = 49152  # if the data has no meta.json
     n_layer: int = 30
     n_head: int = 9
@@ -89,6 +89,19 @@ def rotate(x, cos, sin):
     return turned.type_as(x)
 
 
+def attend_in_groups(q, k, v):
+    """attend, where each of k's and v's heads (B, nkv, ...) serves nh / nkv query heads."""
+    times = q.size(1) // k.size(1)
+    if times > 1 and q.dtype == torch.bfloat16 and not model.explicit_is_faster(q):
+        # Only flash attention reliably supports groups, and only in bf16.
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)
+    if times > 1:
+        k = k.repeat_interleave(times, dim=1)  # (B, nh, ...)
+        v = v.repeat_interleave(times, dim=1)
+    return attend(q, k, v, dropout=0.0)
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -122,7 +135,7 @@ class Attention(nn.Module):
         k = rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = attend(q, k, v, dropout=0.0)  # (B, nh, T, hs)
+        y = attend_in_groups(q, k, v)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, -1)  # heads side by side: (B, T, nh hs)
         return self.o_proj(y)
 
@@ -181,8 +194,8 @@ class Llama(nn.Module):
                 f"{total} tokens do not fit block_size={self.config.block_size}")
         x = self.model.embed_tokens(idx)  # (B, T, C)
         caches = cache or [None] * len(self.blocks)
-        for block, of_block in zip(self.blocks, caches):
-            x = block(x, of_block)
+        for block, block_cache in zip(self.blocks, caches):
+            x = block(x, block_cache)
         x = self.model.norm(x)
         if targets is None:
             last = x[:, [-1], :]  # (B, 1, C): generation needs no other

@@ -29,7 +29,6 @@ from model import GPT, CausalSelfAttention, GPTConfig, normal
 
 @dataclass
 class MoEConfig(GPTConfig):
-    # --- model moe
     n_expert: int = 4  # experts per block
     n_active: int = 2  # experts per token
     balance: float = 0.01  # weight of the loss that balances the experts
@@ -109,8 +108,8 @@ class MoE(GPT):
         x = self.transformer.drop(x)
         unbalanced = 0.0
         caches = cache or [None] * len(self.blocks)
-        for block, of_block in zip(self.blocks, caches):
-            x, term = block(x, of_block)
+        for block, block_cache in zip(self.blocks, caches):
+            x, term = block(x, block_cache)
             unbalanced = unbalanced + term
         x = self.transformer.ln_f(x)
         if targets is None:

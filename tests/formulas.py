@@ -96,13 +96,13 @@ def traffic(model, cfg, world):
 
 
 def times_gathered(model, cfg, units, i, A, syncs):
-    """Of unit i (in forward, in backward). ZeRO-2: once a reduction. ZeRO-3: for each forward, and
-    for each backward that comes by, or comes to the unit after it, since FSDP2 gathers one ahead.
-    The root is still there from forward, and an embedding's backward does not read its table."""
+    """Of unit i (in forward, in backward). The root once a step. Of the others ZeRO-2: once a
+    reduction. ZeRO-3: for each forward, and for each backward that comes by, or comes to the unit
+    after it, since FSDP2 gathers one ahead. An embedding's backward does not read its table."""
+    if i == len(units) - 1:  # the root
+        return 1, 0
     if not STRATEGIES[cfg.strategy].reshard_after_forward:
         return syncs, 0
-    if i == len(units) - 1:  # the root
-        return A, 0
     first = [p.requires_grad for p in model.parameters()].index(True)
     before = [id(p) for p in model.parameters()][:first]  # backward never comes there
     reached = any(id(p) not in before for unit in units[i:i + 2] for p in unit.values())

@@ -82,6 +82,7 @@ from configurator import (  # noqa: E402
 from data.loader import open_batches  # noqa: E402
 from model import GPT, GPTConfig, derive_seed  # noqa: E402
 from optimizer import LossScaler  # noqa: E402
+from start import final_config, open_start  # noqa: E402
 
 # -----------------------------------------------------------------------------
 # commands
@@ -481,8 +482,8 @@ def plain_training(cfg):
 
 def started(cfg, world):
     """(its final config, the Source of its values, whether it goes on), as train.train does."""
-    source, resumed = train.open_start(cfg, world)
-    return train.final_config(cfg, source, resumed, world), source, resumed
+    source, resumed = open_start(cfg, world)
+    return final_config(cfg, source, resumed, world), source, resumed
 
 
 def built(tmp, **overrides):
@@ -606,13 +607,13 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
         json.dump({"vocab_size": vocab, **meta}, f)
 
 
-def log_step(log, step, loss=4.0, norm=1.0, seconds=0.0):
-    """What train.train logs of a step. seconds: that it has waited for its batches."""
+def log_step(log, step, loss=4.0, norm=1.0, waited=0.0):
+    """What train.train logs of a step. waited: seconds for its batches."""
     optimizer = types.SimpleNamespace(param_groups=[dict(lr=1e-3)])
     scaler = LossScaler(types.SimpleNamespace(dtype="float32"))
     part = types.SimpleNamespace(files=dict(train=range(337)))  # the toy data's windows
-    batches = types.SimpleNamespace(seconds=seconds, parts=[("toy", 1.0, part)])
-    log.step(step, loss, norm, optimizer, scaler, batches)
+    batches = types.SimpleNamespace(parts=[("toy", 1.0, part)])
+    log.step(step, loss, norm, waited, optimizer, scaler, batches)
 
 
 def read_metrics(out):

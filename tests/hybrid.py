@@ -19,7 +19,6 @@ from model import cross_entropy, normal
 
 @dataclass
 class ModelConfig:
-    # --- model hybrid
     block_size: int = 128
     vocab_size: int = 50304
     n_layer: int = 4

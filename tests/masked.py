@@ -17,7 +17,6 @@ from model import cross_entropy, normal
 
 @dataclass
 class ModelConfig:
-    # --- model masked
     block_size: int = 128
     vocab_size: int = 50304
     n_layer: int = 2

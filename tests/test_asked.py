@@ -560,7 +560,7 @@ def case_wrapper():
     wrapped = torch.compile(model, backend="eager")
     fsdp.set_grad_sync(wrapped, False, every=False)
     square(wrapped, inputs(dist.get_rank())).backward()
-    assert model.head.weight.grad is None  # not reduced yet
+    assert model.blocks[0].weight.grad is None  # not reduced yet
     fsdp.set_grad_sync(wrapped, True, every=False)
     square(wrapped, inputs(dist.get_rank())).backward()
     plain = Net()
@@ -1034,6 +1034,43 @@ class Momentum(torch.optim.Optimizer):
 class WithClosure(Momentum):
     def step(self, closure=None):
         super().step()
+
+
+@row("a set or list of parameters made before `shard`")
+def case_marks():
+    """As Mamba and timm mark them; on the meta device too, where they are made once more."""
+    for device in ("cpu", "meta"):
+        model = Net().to(device)
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        for p in biases:
+            p._no_weight_decay = True
+        sharded(model)
+        if device == "meta":
+            for p, q in zip(model.parameters(), Net().parameters()):
+                fsdp.write_full(p, q.detach())
+        assert not set(biases).intersection(model.parameters())
+        for _ in range(2):  # after a step too
+            marked = [n for n, p in model.named_parameters() if getattr(p, "_no_weight_decay", 0)]
+            assert marked == [n for n, _ in model.named_parameters() if n.endswith("bias")]
+            assert_exact(model, Net())
+            model.zero_grad()
+
+
+@row("several micro-batches, and `set_grad_sync` is never told of the last")
+def case_never_the_last():
+    for keeps in (False, True):
+        model = sharded(Net(), reshard_after_forward=not keeps)
+        for is_last in (False, False, True):
+            fsdp.set_grad_sync(model, is_last, keep_gathered=keeps)
+            backward(model)
+            if not is_last:
+                with says("set_grad_sync was not told of the last micro-batch", ValueError):
+                    fsdp.clip_grad_norm(model, 1.0)
+        plain = Net()
+        for rank in range(2):
+            (3 / 2 * square(plain, inputs(rank))).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert abs(fsdp.clip_grad_norm(model, 1.0) - expected) < 1e-5 * expected
 
 
 @row("your own optimizer's `step(self)`")

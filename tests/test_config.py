@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import HERE, refused, script, tiny
 
+import start
 import train
 from configurator import (
     AFFECTS_RESULTS,
@@ -106,7 +107,7 @@ def test_config_a_checkpoint_of_before_lr_schedule_had_a_cosine(tmp, capsys):
     cfg = tiny(tmp, lr_schedule="linear")
     before = {key: value for key, value in as_dict(cfg).items() if key != "lr_schedule"}
     source = SimpleNamespace(path="out", header=dict(config=before, model_args=model_args(cfg)))
-    train.final_config(cfg, source, True, World())
+    start.final_config(cfg, source, True, World())
     assert capsys.readouterr().out.endswith("of out: lr_schedule='linear' (was 'cosine')\n")
 
 
@@ -129,7 +130,6 @@ class Model: ...
 
 @dataclass
 class ModelConfig:
-    # --- model other
     block_size: int = 8  # context length in tokens
 
     bias: float = -1.5  # which may

@@ -33,7 +33,6 @@ from harness import (
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.nn import functional as F
 
 import checkpoint
 import fsdp
@@ -43,7 +42,6 @@ import test_fsdp
 import train
 from configurator import resolve
 from data.loader import Batches
-from model import attend
 from optimizer import LossScaler
 
 CUDA = torch.device("cuda", 0)
@@ -289,17 +287,6 @@ def test_cuda_pause_of_the_log_begins_when_what_is_queued_is_done(tmp, monkeypat
         with log.paused():
             clock[0] += 100
         assert clock[0] - log.since == seconds
-
-
-@pytest.mark.parametrize("dtype, grouped", [
-    (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)])
-def test_cuda_heads_are_grouped_only_where_flash_attention_does_it(dtype, grouped):
-    """float16 is for GPUs before sm80, without it: they would keep T x T scores."""
-    q, k = torch.randn(2, 6, 300, 10).to(dtype), torch.randn(2, 2, 300, 10).to(dtype)
-    with patch.object(F, "scaled_dot_product_attention") as kernel:
-        attend(q, k, k, 0.0)
-    assert kernel.call_args.kwargs["enable_gqa"] is grouped
-    assert kernel.call_args.args[1].size(1) == (2 if grouped else 6)
 
 
 def case_load():

@@ -135,7 +135,6 @@ def test_optimizer_state_is_there_for_a_checkpoint_to_fill_and_all_else_as_it_wa
     before = [p.detach().clone() for p in gpt.parameters()]
     allocate_state(optimizer)
     assert len(optimizer.state) == len(before)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
     for p, whole in zip(gpt.parameters(), before):
         assert p.grad is None and torch.equal(p, whole)
 

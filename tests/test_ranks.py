@@ -6,6 +6,7 @@ ranks.py: what ranks agree on, how they wait, stop and leave. Restarts are in te
 
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -27,7 +28,6 @@ from harness import (
     heard,
     on_ranks,
     refused,
-    shell,
     start,
     tiny,
     values,
@@ -63,6 +63,15 @@ def case_signal_to_one_rank():
     return requested
 
 
+def case_mean_and_longest():
+    """Of losses 1.0 and 4.0, and 0.5 and 0.25 seconds; and how many collectives it took."""
+    world = ranks.setup("cpu", "auto")
+    with heard() as calls:
+        loss, seconds = [(1.0, 0.5), (4.0, 0.25)][world.rank]
+        mean, longest = ranks.mean_and_longest(torch.tensor(loss), seconds, world)
+    return mean, longest, len(calls)
+
+
 def case_timeouts(tmp):
     """Seconds that each group of a hybrid mesh waits."""
     run = built(tmp, strategy="hybrid_shard", shard_group_size=1)
@@ -72,8 +81,8 @@ def case_timeouts(tmp):
 
 
 def case_connect():
-    """Kinds of what `connect` runs, were this NCCL: with and without gather_full's, also in a group
-    without rank 0. And what gloo needs."""
+    """What `connect` runs, were this NCCL: {kind: sizes}, with and without gather_full's, also in a
+    group without rank 0. And what gloo needs."""
     ranks.setup("cpu", "auto")
     cpu, kinds = torch.device("cpu"), []
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -84,19 +93,29 @@ def case_connect():
         for group, gathers in ((None, False), (None, True), (alone, True)):
             with heard() as calls:
                 ranks.connect(group or dist.group.WORLD, cpu, gathers)
-            kinds.append([call[0] for call in calls])
+            sizes = {}
+            for kind, _, _, size in calls:
+                sizes.setdefault(kind, []).append(size)
+            kinds.append(sizes)
     return kinds, gloo
 
 
 def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):
     results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {}),
-                           "connect": (case_connect, {}), "time": (case_timeouts, dict(tmp=tmp))})
+                           "connect": (case_connect, {}), "time": (case_timeouts, dict(tmp=tmp)),
+                           "log": (case_mean_and_longest, {})})
+    assert values(results, "log") == [[2.5, 0.5, 1]] * 2
     assert values(results, "time") == [[ranks.TIMEOUT.total_seconds()] * 2] * 2
     assert values(results, "rank0") == [[{"n": 3}, n, "no disk", 3] for n in (1, 0)]
     assert values(results, "stop") == [[False, False, True, True]] * 2
-    three = ["all_gather", "reduce_scatter", "all_reduce"]
-    four = [*three, "gather"]
-    assert values(results, "connect") == [[[three, four, four], []], [[three, four, three], []]]
+    # one element, as for the norm, and megabytes, as for a unit: NCCL connects for each by itself
+    for rank, (kinds, gloo) in enumerate(values(results, "connect")):
+        assert gloo == []
+        for (size, gathers), sizes in zip(((2, False), (2, True), (1, rank == 0)), kinds):
+            whole = [4 * size, 2**23]
+            each = [4, 2**23 // size]
+            expected = dict(all_gather=whole, reduce_scatter=whole, all_reduce=whole)
+            assert sizes == (dict(expected, gather=each) if gathers else expected)
 
 
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
@@ -108,8 +127,8 @@ def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
                        checkpoint=checkpoint), world, distributed=True)
     model = train.meta_model(cfg)
 
-    def listed(group, device, gathers=False):
-        connected.append((group.size(), gathers, all(p.is_meta for p in model.parameters())))
+    def listed(group, device, with_gather):
+        connected.append((group.size(), with_gather, all(p.is_meta for p in model.parameters())))
 
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
@@ -185,7 +204,9 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
             except SystemExit as e:
                 seen.append("refused" if "--device=cpu" in e.code else e.code)
     assert seen[-1] == device and (device == "refused" or len(set(seen)) == 1)
-    line = "device=auto: fewer GPUs (1) than processes (2): all take the CPU\n"
+    # Each process may see a GPU of its own alone, as with Slurm's --gpus-per-task=1.
+    line = ("device=auto: fewer GPUs (1) than processes (2): all take the CPU; if each process "
+            "sees only its own GPU, pass --device=cuda\n")
     assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
 
 
@@ -302,16 +323,25 @@ def test_ranks_leave_with_one_line(world, error, code, line):
     assert p.stderr.count("\n") == bool(line), p.stderr
 
 
-@pytest.mark.parametrize("code, waits", [(0, ["patient", 0]), (1, [1])])
-def test_ranks_leave_together_after_a_run_that_ended_well(monkeypatch, code, waits):
+@pytest.mark.parametrize("code, steps", [(0, ["patient", "destroyed", 0]), (3, ["at once 3"])])
+def test_ranks_leave_together_after_a_run_that_ended_well(monkeypatch, code, steps):
     """Rank 0 may take long to upload its log, and peers still use the connections of a rank."""
     done = []
+
+    def at_once(code):
+        done.append(f"at once {code}")
+        raise EOFError
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks, "patient_group", lambda: "patient")
     monkeypatch.setattr(dist, "barrier", lambda group: done.append(group))
-    monkeypatch.setattr(os, "_exit", lambda code: done.append(code))
-    ranks.leave(code)
-    assert done == waits
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(os, "_exit", at_once)
+    with pytest.raises((SystemExit, EOFError)) as e:
+        ranks.run(lambda: sys.exit(code) if code else None)
+    if e.type is SystemExit:
+        done.append(e.value.code)
+    assert done == steps
 
 
 def is_late():
@@ -343,15 +373,29 @@ def test_ranks_of_every_node_say_why_they_leave(monkeypatch, capsys, rank, local
     """The first of each: torchrun shows what its own node has printed."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    ranks.say("a line")
+    with pytest.raises(SystemExit):
+        ranks.run(sys.exit, "a line")
     assert capsys.readouterr().err == said
 
 
-def test_ranks_leave_with_a_traceback_after_a_bug_and_silently_after_ctrl_c():
+def test_ranks_leave_with_a_traceback_after_a_bug():
     p = Ranks(1, raises, ValueError("a bug")).finish()
     assert p.returncode == 1 and "in raises\n" in p.stderr and "ValueError: a bug\n" in p.stderr
-    p = Ranks(1, signal.raise_signal, signal.SIGINT).finish()  # where nobody handles it
-    assert (p.returncode, p.stderr) == (signal.SIGINT, "")
+
+
+def opens_files(tmp, hard):
+    """Groups for each of 32 blocks, where a process may have 64 open files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    built(tmp, strategy="full_shard", reshard_group_size=2, n_layer=32)
+
+
+def test_ranks_may_open_as_many_files_as_the_system_lets_them(tmp):
+    """The groups of reshard_group_size pass the soft limit; beyond the hard one it is a line."""
+    p = Ranks(4, opens_files, tmp, 2048).finish()
+    assert (p.returncode, p.stderr) == (0, "")
+    p = Ranks(4, opens_files, tmp, 64).finish()
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    assert "Too many open files" in p.stderr and "ulimit -Hn" in p.stderr
 
 
 INTERRUPTS = """
@@ -362,21 +406,7 @@ os._exit(7)
 """
 
 
-@pytest.mark.parametrize("file, package", [
-    ("train.py", "torch"), ("sample.py", "torch"), ("data/prepare.py", "numpy")])
-def test_ctrl_c_while_python_imports_is_silent(tmp_path, file, package):
-    """In place of a package that takes seconds. A script's background job has it ignored."""
-    path = os.path.join(HERE, file)
-    (tmp_path / f"{package}.py").write_text(INTERRUPTS)
-    p = start(1, [path], tmp_path, PYTHONPATH=str(tmp_path))
-    assert finish(p) == "" and p.returncode == -signal.SIGINT
-    ignored = ("sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, path)
-    p = shell(*ignored, env={"PYTHONPATH": str(tmp_path)})
-    assert (p.returncode, p.stdout, p.stderr) == (7, "goes on\n", "")
-
-
 def test_ctrl_c_while_prepare_writes_is_one_line(tmp_path):
-    """Not silent any more: it has begun."""
     (tmp_path / "tqdm.py").write_text(INTERRUPTS)
     (tmp_path / "a.txt").write_text("hello")
     argv = [f"{HERE}/data/prepare.py", "x", "a.txt", "--tokenizer=bytes", f"--out={tmp_path}/x"]

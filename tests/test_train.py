@@ -46,6 +46,7 @@ import checkpoint
 import metrics
 import model
 import optimizer
+import start
 import train
 from configurator import load_config
 from data.loader import TokenFiles
@@ -234,7 +235,7 @@ def started_on(tmp, *flags, init_from="resume", sizes=SIZES, **config):
     header = dict(model_args=dict(sizes, dropout=0.5), config=config or own)
     source = checkpoint.Source("there/ckpt.pt", header, {})
     cfg = load_config([f"--dataset={tmp}/toy", f"--init_from={init_from}", *flags])
-    with patch.object(train, "open_source", lambda cfg, world: source):
+    with patch.object(start, "open_source", lambda cfg, world: source):
         cfg, found, resumed = started(cfg, World())
     assert (found, resumed) == (source, init_from in ("resume", "auto"))
     return cfg
@@ -445,7 +446,7 @@ def test_log_on_a_full_disk_is_said_and_the_run_goes_on(tmp, monkeypatch, capsys
 def test_log_says_how_long_a_step_has_waited_for_its_batches(tmp, tmp_path):
     log = metrics.Log(tiny(tmp), World(), str(tmp_path), "id", 0)
     for step, waited in ((3, 8.0), (5, 1.0)):  # seconds in the steps since the last line
-        log_step(log, step, seconds=waited)
+        log_step(log, step, waited=waited)
     assert [row["data_ms"] for row in read_metrics(tmp_path)] == [2000.0, 500.0]
 
 

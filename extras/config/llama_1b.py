@@ -6,7 +6,7 @@
 # 0.21 billion in embedding and head: 1.18. 16 bytes each (fp32 master, gradient, two moments) are
 # 18.9 GB, 2.4 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 27.6 GiB.
-# With --gpu=H100 it plans 2.317 s per step and an MFU of 46.1%; 95,000 steps are 2.55 days.
+# With --gpu=H100 it plans 2.314 s per step and an MFU of 46.1%; 95,000 steps are 2.55 days.
 
 out_dir = 'out-llama-1b'
 dataset = 'fineweb_edu'

@@ -22,8 +22,9 @@ from configurator import load_config, resolve  # noqa: E402
 from data.loader import open_batches  # noqa: E402
 from metrics import flops_per_token, peak_flops  # noqa: E402
 from optimizer import LossScaler  # noqa: E402
-from ranks import all_reduce_max_, run, setup  # noqa: E402
-from train import build, meta_model, train_step, with_vocabulary  # noqa: E402
+from ranks import run, setup  # noqa: E402
+from start import with_vocabulary  # noqa: E402
+from train import build, meta_model, train_step  # noqa: E402
 
 WARM_UP = 3  # steps that build, compile and connect
 
@@ -74,7 +75,9 @@ def measured(cfg, world, steps, trace):
     )
     # Of the rank that has the most.
     most = torch.tensor(list(memory.values()), dtype=torch.float64, device=world.device)
-    found.update(zip(memory, map(int, all_reduce_max_(most, world).tolist())))
+    if world.size > 1:
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    found.update(zip(memory, map(int, most.tolist())))
     found["loss"] = loss.item()
     if trace:
         with torch.profiler.profile() as profiler:

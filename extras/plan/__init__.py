@@ -34,7 +34,8 @@ from extras.plan.rehearse import KINDS, rehearse, wrapped_text
 from fsdp import find_units
 from metrics import flops_per_token
 from ranks import World
-from train import meta_model, with_vocabulary
+from start import with_vocabulary
+from train import meta_model
 
 LARGEST = 16384  # GPUs: a rehearsal cuts each parameter into that many pieces
 GIB = 2**30
@@ -291,7 +292,7 @@ def check_times(own):
 def main(argv):
     machine, rest = parse(argv)
     size = machine.world_size[0]
-    cfg = with_vocabulary(load_config(rest, vars(machine)))
+    cfg = with_vocabulary(load_config(rest))
     todo = variants(cfg, size, machine)
     if machine.world_size[1:] and cfg.reshard_group_size >= size:
         raise SystemExit(

@@ -62,10 +62,10 @@ def rehearse(cfg, world, attention="flash2"):
 
     attention: one of timing.ATTENTION; "written_out" also keeps its T x T probabilities.
     """
-    # Two micro-batches take the memory of any number: the first stands for all but the
-    # last. With grad_sync=last the first one's traffic differs too, so it takes three.
+    # Three micro-batches take the memory and the traffic of any number: the first gathers the
+    # root, the last reduces, and the second stands for all others.
     micro_batches = cfg.gradient_accumulation_steps // world.size
-    rehearsed = min(micro_batches, 3 if cfg.grad_sync == "last" else 2)
+    rehearsed = min(micro_batches, 3 if cfg.strategy != "single" else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
 
     with parallelized(cfg, world, attention) as (wrapped, model, world, fake, ledger):

@@ -49,7 +49,7 @@ from data.prepare import Job, chunks, encode
 from data.tokenizer import encoder, tokenizer
 from extras import llama
 from extras.huggingface import understand
-from model import attend
+from extras.llama import attend_in_groups
 from ranks import setup
 
 transformers = pytest.importorskip("transformers")
@@ -109,7 +109,18 @@ def test_llama_grouped_heads_equal_expanded_ones(T, dtype, limit):
     scores = q.float() @ k.float().repeat_interleave(3, 1).mT / 8**0.5
     weights = scores.masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf).softmax(-1)
     expected = weights @ v.float().repeat_interleave(3, 1)
-    assert (attend(q, k, v, 0.0).float() - expected).abs().max() < limit
+    assert (attend_in_groups(q, k, v).float() - expected).abs().max() < limit
+
+
+@pytest.mark.parametrize("dtype, grouped", [
+    (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)])
+def test_llama_heads_are_grouped_only_where_flash_attention_does_it(dtype, grouped):
+    """float16 is for GPUs before sm80, without it: they would keep T x T scores."""
+    q, k = torch.randn(2, 6, 300, 10).to(dtype), torch.randn(2, 2, 300, 10).to(dtype)
+    with patch.object(F, "scaled_dot_product_attention") as kernel:
+        attend_in_groups(q, k, k)
+    assert kernel.call_args.kwargs.get("enable_gqa", False) is grouped
+    assert kernel.call_args.args[1].size(1) == (2 if grouped else 6)
 
 
 def test_llama_attention_stays_in_bf16_where_autocast_runs_rmsnorm_in_fp32(tmp):
@@ -117,12 +128,12 @@ def test_llama_attention_stays_in_bf16_where_autocast_runs_rmsnorm_in_fp32(tmp):
     model = plain_model(tiny(tmp, model="llama", qk_norm=True))
     norm, seen = F.rms_norm, []
 
-    def attention(q, k, v, dropout):
+    def attention(q, k, v):
         seen.append((q.dtype, k.dtype, v.dtype))
-        return attend(q, k, v, dropout)
+        return attend_in_groups(q, k, v)
 
     with (patch.object(F, "rms_norm", lambda x, *args: norm(x.float(), *args)),
-          patch("extras.llama.attend", attention), torch.autocast("cpu", torch.bfloat16)):
+          patch("extras.llama.attend_in_groups", attention), torch.autocast("cpu", torch.bfloat16)):
         model(IDX, IDX)
     assert set(seen) == {(torch.bfloat16,) * 3}
 

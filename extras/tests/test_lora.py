@@ -30,6 +30,7 @@ from harness import (
 from torch.distributed.tensor import DTensor
 
 import checkpoint
+import start
 import train
 from configurator import load_config, model_args, resolve
 from extras import huggingface, lora
@@ -308,9 +309,9 @@ def test_lora_mistakes_are_one_line(tmp, base):
 def test_lora_begun_on_other_adapters_does_not_move_its_base_away(tmp, base, single):
     """Then its checkpoint would be its own base."""
     cfg = load_config(arguments(tmp, base, init_from=os.path.join(tmp, "lora-single")))
-    assert "must stay" in refused(train.open_start, cfg, World())
+    assert "must stay" in refused(start.open_start, cfg, World())
     cfg = load_config(arguments(tmp, "elsewhere", init_from=os.path.join(tmp, "lora-single")))
-    assert train.open_start(cfg, World())[0].base
+    assert start.open_start(cfg, World())[0].base
 
 
 def test_lora_frozen_too_leaves_nothing_to_train(tmp):
@@ -422,7 +423,7 @@ def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
         p = script("extras/huggingface.py", out, tmp_path / name, *flags)
         assert p.returncode == 0, p.stderr
     gpt = huggingface.open_pretrained(str(tmp_path / "merged"))
-    source = train.open_source(load_config([f"--init_from={out}"]), World())
+    source = start.open_source(load_config([f"--init_from={out}"]), World())
     whole = huggingface.merged(source)
     assert gpt.shapes.keys() == whole.shapes.keys() - {"model.lm_head.weight"}
     for key in gpt.shapes:

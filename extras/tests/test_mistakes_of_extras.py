@@ -27,12 +27,9 @@ train.py TOY --init_from=resume --eval_only=True
   --out_dir=ODD/whole --optimizer=muon | --optimizer=adamw
 extras/bench.py TOY
   --steps=0 | at least 1
-  --stepz=3 | steps
   --variants=strategy=dpp | 'ddp'
   --variants=strategy=ddp | torchrun
   --profile=ODD/a.txt | another path
-load
-  config/llama_1b.py | extras/config/llama_1b.py
 extras/plan
   --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | divisor of 96
   --world_size=100000000 | 16384
@@ -48,8 +45,6 @@ extras/plan
   --gpu=H100 --tokens=0; --gpu=H100 --tokens=1e9 --price=-1; --gpu=A100 --network=nan | above 0
   --gpu=H100 --world_size=1,8 | begin the list with 2
   --gpu=A100 --attention=cudnn; --gpu=H100 --attention=flash3 | triton
-  --wrold_size=8 | world_size
-  --gpu_memry=8 | gpu_memory
   --gpu=H100 --plot=/nowhere/x.png; --gpu=H100 --plot=x.xyz | .png
   --plot=x.png | --gpu=H100
 extras/huggingface.py

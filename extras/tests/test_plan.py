@@ -631,9 +631,13 @@ def test_plan_ddps_gradients_are_one_event_a_block(capsys):
 
 def test_plan_sends_as_much_in_each_micro_batch():
     keys = *TINY, "--strategy=full_shard"
-    one, seven = (row(2, *keys, f"--gradient_accumulation_steps={n}")["sent"] for n in (2, 14))
+    one, two, seven = (
+        row(2, *keys, f"--gradient_accumulation_steps={n}")["sent"] for n in (2, 4, 14))
     norm = 4  # bytes of clipping's all-reduce, once a step
-    assert seven - norm == 7 * (one - norm)
+    # The root's gather too: of embedding (68 rows with padding), positions, weight and bias, in
+    # bf16, rank 0 sends half.
+    once = norm + (68 + 16 + 2) * 30 * 2 / 2
+    assert seven - once == 7 * (one - once) and two - once == 2 * (one - once)
 
 
 def test_plan_events_hold_what_is_on_the_device(capsys):

