@@ -1039,21 +1039,29 @@ class WithClosure(Momentum):
 @row("a set or list of parameters made before `shard`")
 def case_marks():
     """As Mamba and timm mark them; on the meta device too, where they are made once more."""
-    for device in ("cpu", "meta"):
+    def made(device):
         model = Net().to(device)
         biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
         for p in biases:
             p._no_weight_decay = True
+        return model, biases
+
+    def require_marks(model):
+        for name, p in model.named_parameters():
+            assert getattr(p, "_no_weight_decay", False) == name.endswith("bias")
+
+    for device in ("cpu", "meta"):
+        model, biases = made(device)
         sharded(model)
-        if device == "meta":
-            for p, q in zip(model.parameters(), Net().parameters()):
-                fsdp.write_full(p, q.detach())
+        for p, q in zip(model.parameters(), Net().parameters()):
+            fsdp.write_full(p, q.detach())
         assert not set(biases).intersection(model.parameters())
-        for _ in range(2):  # after a step too
-            marked = [n for n, p in model.named_parameters() if getattr(p, "_no_weight_decay", 0)]
-            assert marked == [n for n, _ in model.named_parameters() if n.endswith("bias")]
-            assert_exact(model, Net())
-            model.zero_grad()
+        require_marks(model)
+        assert_exact(model, Net())
+        require_marks(model)  # after a step too
+    model, _ = made("meta")  # of one process, or for DDP
+    fsdp.allocate(model, "cpu")
+    require_marks(model)
 
 
 @row("several micro-batches, and `set_grad_sync` is never told of the last")
