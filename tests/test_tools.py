@@ -188,6 +188,16 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     assert said.startswith("drawing initial values")
 
 
+def test_tools_a_save_is_in_the_next_row_alone(tmp, tmp_path):
+    log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
+    log_step(log, 0)
+    log.saved(0, 2.0, 0.5)
+    log_step(log, 1)
+    log_step(log, 2)
+    rows = [(row["save_s"], row["save_blocked_s"]) for row in read_metrics(tmp_path)]
+    assert rows == [(None, None), (2.0, 0.5), (None, None)]
+
+
 def test_tools_a_norm_that_is_not_finite_is_null_in_json(tmp, tmp_path):
     log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
     log_step(log, 0, norm=math.nan)
