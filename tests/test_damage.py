@@ -380,6 +380,18 @@ def test_damage_is_none_where_another_version_has_other_properties(sound, out, f
     assert all(torch.equal(source.get(key), t) for key, t in sound["sharded"][1].items())
 
 
+def test_damage_is_none_where_python_pickles_an_enum_by_getattr(sound, out):
+    """As 3.11.0 to 3.11.3 do, Debian 12's among them."""
+    def by_name(member, protocol):
+        return getattr, (type(member), member.name)
+
+    with patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name):
+        rewrite(out / NEW, lambda metadata: None)
+    assert b"getattr" in (out / NEW / ".metadata").read_bytes()
+    source = checkpoint.find(str(out), World())
+    assert all(torch.equal(source.get(key), t) for key, t in sound["sharded"][1].items())
+
+
 # -----------------------------------------------------------------------------
 # nothing runs
 
