@@ -2,10 +2,10 @@
 Rank 0's reports: log lines, a row of out_dir/metrics.jsonl for each, and the same rows in
 wandb and TensorBoard if you ask for them.
 
-    ideal_s = ideal_seconds(model, cfg, world)         # for MFU
+    ideal_s = ideal_seconds(model, cfg, world)             # for MFU
     log = Log(cfg, world, out_dir, run_id, step, ideal_s)  # no run_id: only print
     log.step(step, loss, norm, waited, optimizer, scaler, batches)  # every log_interval steps
-    with log.paused(): ...                   # exclude an evaluation from the step times
+    with log.paused(): ...                  # exclude an evaluation from the step times
 
 A resumed run appends to metrics.jsonl: earlier rows from its step on are void.
 """
