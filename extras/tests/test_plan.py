@@ -377,8 +377,9 @@ def test_plan_recipes_say_their_peak_and_time(name):
     step = timing.run(one["program"], cluster, micro_batches)
     seconds = re.search(r"^# With --gpu=H100 it plans ([\d.]+) s per step", open(path).read(), re.M)
     # At the end of backward torch 2.13 waits for the root's reduction before it reduces an
-    # embedding that is a unit, as llama3_8b's; 2.15 waits once, for both, and saves 0.3 ms.
-    assert step.seconds == pytest.approx(float(seconds[1]), abs=0.001)
+    # embedding that is a unit, as llama3_8b's; 2.15 waits once, for both, and saves 0.3 ms of each
+    # micro-batch.
+    assert step.seconds == pytest.approx(float(seconds[1]), abs=0.0015)
 
 
 @pytest.mark.parametrize("config, size, flags, fits", [
@@ -945,7 +946,7 @@ def test_plan_plot_shows_which_unit_is_whole_when(tmp_path, monkeypatch):
         assert b[1][0] < a[1][0] < b[1][1]
 
     for row, panel in zip(rows, figure.axes[6:]):
-        begin = row["step"].begin(2)
+        begin = row["step"].begin(3)
         compute = [(x0, x1) for x0, x1, y, _ in spans(panel) if y == 1]
         sent = [(x0, x1, color) for x0, x1, y, color in spans(panel) if y == 0]
         idle = sum(b - a for a, b in row["step"].waits if a >= begin)
