@@ -289,9 +289,9 @@ def set_grad_sync(
     of hybrid sharding
 
     The root stays gathered from one micro-batch to the next, and with keep_gathered the other
-    units too (ZeRO-1's traffic, if every and reshard_after_forward are False). Their last backward
-    frees them, so that the optimizer updates this rank's rows: pass is_last_micro_batch=True for
-    it, and the same keep_gathered for all.
+    units too (ZeRO-1's traffic, if every and reshard_after_forward are False). The step's last
+    backward frees them, so that the optimizer updates this rank's rows: pass
+    is_last_micro_batch=True for it, and the same keep_gathered for all micro-batches.
     """
     sync = is_last_micro_batch or every
     root = fsdp_root(wrapped)

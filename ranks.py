@@ -251,7 +251,8 @@ def run(main, *args):
 
 
 def report(e):
-    """Say why the process ends, and return its exit code. SystemExit(3) says nothing."""
+    """Say why the process ends, and return its exit code. A SystemExit with a number says
+    nothing: the number is the code."""
     line = None
     if isinstance(e, SystemExit):
         if e.code is None or isinstance(e.code, int):
