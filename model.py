@@ -150,7 +150,7 @@ class GPT(nn.Module):
             x = block(x, block_cache)
         x = self.transformer.ln_f(x)
         if targets is None:
-            last = x[:, [-1], :]  # (B, 1, C): generation needs only the last position
+            last = x[:, -1:, :]  # (B, 1, C): generation needs only the last position
             return self.lm_head(last), None
         return self.head_loss(x, targets)
 

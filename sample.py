@@ -89,7 +89,7 @@ def draw(logits, temperature, top_k, generator):
         return logits.argmax(dim=-1, keepdim=True)
     if top_k:
         largest = logits.topk(min(top_k, logits.size(-1))).values
-        logits = logits.masked_fill(logits < largest[:, [-1]], -math.inf)
+        logits = logits.masked_fill(logits < largest[:, -1:], -math.inf)
     probabilities = F.softmax(logits / temperature, dim=-1)
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 

@@ -198,7 +198,7 @@ class Llama(nn.Module):
             x = block(x, block_cache)
         x = self.model.norm(x)
         if targets is None:
-            last = x[:, [-1], :]  # (B, 1, C): generation needs no other
+            last = x[:, -1:, :]  # (B, 1, C): generation needs no other
             return self.lm_head(last), None
         return self.head_loss(x, targets)
 

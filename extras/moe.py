@@ -113,7 +113,7 @@ class MoE(GPT):
             unbalanced = unbalanced + term
         x = self.transformer.ln_f(x)
         if targets is None:
-            last = x[:, [-1], :]  # (B, 1, C): generation needs no other
+            last = x[:, -1:, :]  # (B, 1, C): generation needs no other
             return self.lm_head(last), None
         logits, loss = self.head_loss(x, targets)
         if self.training:  # an evaluation reports the cross-entropy alone

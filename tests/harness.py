@@ -18,11 +18,13 @@ starts.
 
 Ranks that are told device=cuda get simulated GPUs where there is no other, and the test is skipped
 if neither is here. With SIM_GPUS=2 in the environment the process of the tests itself has two.
+Ranks share GPUs that are too few: own_node.py says how.
 """
 
 import functools
 import io
 import json
+import math
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
@@ -68,6 +70,8 @@ import torch.distributed as dist  # noqa: E402
 
 # To parametrize by: what a GPU runs, run on a CPU too, so that no typo waits there. 1, 2: GPUs.
 DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
+
+from own_node import environment as own_node  # noqa: E402
 
 import configurator  # noqa: E402
 import ranks  # noqa: E402
@@ -147,7 +151,10 @@ def start(world, args, tmp, *options, **env):
         command += ["--standalone"] if not any("--rdzv" in o for o in options) else []
     if wants_cuda(args) and simulates(world):
         command += ["-m", "simgpu"]
-        env = dict(env, SIM_GPUS=str(SIMULATED), PYTHONPATH=PYTHONPATH)
+        gpus = os.environ.get("SIM_GPUS", SIMULATED)
+        env = dict(env, SIM_GPUS=str(gpus), PYTHONPATH=PYTHONPATH)
+    if wants_cuda(args) and 0 < torch.cuda.device_count() < world:
+        command += [os.path.join(HERE, "tests", "own_node.py")]
     return subprocess.Popen(command + [str(a) for a in args], cwd=tmp, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             start_new_session=True, env={**environment(), **env},
@@ -193,6 +200,7 @@ def children(pid):
 
 PRELOADED = ["harness", "sample", "torch._dynamo"]  # by the server that ranks are forked from
 SIMULATED = 4  # GPUs
+OF_A_RANK = 1.5 * 2**30  # bytes of its GPU: an H100's context took 0.5 GiB, and NCCL 0.6
 
 
 def wants_cuda(value):
@@ -205,15 +213,24 @@ def wants_cuda(value):
 
 
 def simulates(world):
-    """Must GPUs be simulated for so many ranks? Skips the test if there are none at all."""
+    """Must GPUs be simulated for so many ranks? Skips the test if there are none at all, or if
+    one that ranks share is too small."""
     gpus = torch.cuda.device_count()
-    if gpus >= world:
-        return "simgpu" in sys.modules
     if gpus:
-        pytest.skip(f"needs {world} of CUDA's GPUs")
+        need = math.ceil(world / gpus) * OF_A_RANK
+        if gpus < world and need > smallest_gpu():
+            pytest.skip(f"{world} ranks on {gpus} GPUs take {need / 2**30:g} GiB of each")
+        return "simgpu" in sys.modules
     if reason := cannot_simulate():
         pytest.skip(reason)
     return True
+
+
+@functools.cache
+def smallest_gpu():
+    """Bytes."""
+    gpus = range(torch.cuda.device_count())
+    return min(torch.cuda.get_device_properties(i).total_memory for i in gpus)
 
 
 @functools.cache
@@ -261,8 +278,11 @@ class Ranks:
     def __init__(self, world, function, *args, alone=None, restarts=None):
         context = multiprocessing.get_context("forkserver")
         gpus = int(os.environ.get("SIM_GPUS", 0))
-        if wants_cuda(args) and simulates(world):
-            gpus = gpus or SIMULATED
+        shared = 0
+        if wants_cuda(args):
+            if simulates(world):
+                gpus = gpus or SIMULATED
+            shared = torch.cuda.device_count()
         servers = [server_of(rank, gpus) for rank in range(world)]  # they import side by side
         # Said to every rank: a server that started during a test that sets it would pass it on,
         # and ranks that compare their collectives hang with ranks that do not.
@@ -280,6 +300,8 @@ class Ranks:
             open(os.path.join(self.logs.name, name), "w").close()
         for rank, server in enumerate(servers):
             own = {**env, "RANK": rank, "LOCAL_RANK": rank} if "WORLD_SIZE" in env else env
+            if 0 < shared < world:
+                own |= own_node(rank, shared)
             told = (own, self.logs.name, configurator.HERE, function, args)
             p = context.Process(target=forked, args=told, daemon=True)  # ends with pytest, at last
             with patch.object(multiprocessing.forkserver, "connect_to_new_process",
@@ -352,8 +374,8 @@ def on_ranks(world, cases, timeout=600):
 
 
 def run_cases(cases, out):
-    # NCCL connects at once from torch 2.15 on, and refuses two ranks on one GPU: so it is here
-    # only where a case wants GPUs, of which there are then enough.
+    # NCCL connects at once from torch 2.15 on, and refuses two ranks of a host on one GPU: so it
+    # is here only where a case wants GPUs, of which each rank has one, or is a node of its own.
     dist.init_process_group("cpu:gloo,cuda:nccl" if wants_cuda(cases) else "gloo")
     for name, (function, kwargs) in cases.items():
         try:

@@ -9,6 +9,10 @@ memory. PyTorch without CUDA runs neither autograd nor copies between devices on
 
 import functools
 import os
+import re
+import shlex
+import shutil
+import socket
 import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -19,13 +23,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from commands import read
 from harness import (
     DEVICES,
+    HERE,
+    PYTHONPATH,
     TINY,
+    arguments,
     built,
+    launch,
+    losses,
     on_ranks,
     plain_training,
     run_training,
+    shell,
+    simulates,
     steps,
     tiny,
     values,
@@ -162,29 +174,75 @@ def test_cuda_unlogged_steps_do_not_wait(tmp, device):
         assert values(results, name) == [pytest.approx([losses[2], norms[2]], rel=2e-5)]
 
 
-# ---------- training on two ---------------------------------------------------
+# ---------- training on two and four -------------------------------------------
+# On fewer GPUs, ranks share them, each a node of its own to NCCL: own_node.py.
 
 
-TWO = {
-    "ddp": dict(strategy="ddp"),
-    "shard_grad_op": dict(strategy="shard_grad_op"),
-    "full_shard on two": SHARD,
-    "hybrid_shard": dict(strategy="hybrid_shard", shard_group_size=1),
-    "sharded": dict(SHARD, checkpoint="sharded", max_iters=3, eval_interval=3),
+HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
+STOPS = dict(max_iters=3, eval_interval=3)
+BETWEEN = {  # {ranks: {name: keys}}
+    2: {
+        "ddp": dict(strategy="ddp"),
+        "ddp compiled": dict(strategy="ddp", compile=True),
+        "ZeRO-1": dict(strategy="shard_grad_op", grad_sync="last"),
+        "shard_grad_op": dict(strategy="shard_grad_op"),
+        "full_shard": SHARD,
+        "full_shard last": dict(SHARD, grad_sync="last"),
+        "full_shard compiled": dict(SHARD, compile=True),
+        "hybrid of one": dict(strategy="hybrid_shard", shard_group_size=1),
+        "half offloaded": dict(SHARD, cpu_offload=0.5),
+        "all offloaded": dict(SHARD, cpu_offload=1.0),
+        "activation_offload": dict(
+            SHARD, activation_checkpointing="full", activation_offload=True),
+        "sharded": dict(SHARD, checkpoint="sharded", **STOPS),
+        "full": dict(SHARD, checkpoint="full", **STOPS),
+    },
+    4: {
+        "ddp": dict(strategy="ddp"),
+        "full_shard": SHARD,
+        "hybrid": HYBRID,
+        "hybrid last": dict(HYBRID, grad_sync="last"),
+        "hpZ": dict(SHARD, reshard_group_size=2),
+        "half offloaded": dict(SHARD, cpu_offload=0.5),
+    },
 }
+RESUMED = {  # {ranks: {name: keys}}; on 2 they have stopped
+    1: {"sharded": dict(SHARD, checkpoint="sharded"), "full": dict(SHARD, checkpoint="full")},
+    4: {"sharded": dict(SHARD, checkpoint="sharded"), "full": dict(HYBRID, checkpoint="full")},
+}
+ROUNDED_ON_TWO = {**ROUNDED, "float16 full_shard": (dict(ROUNDED["float16"][0], **SHARD), 5e-3)}
+ROUNDED_ON_TWO["float16"] = (dict(ROUNDED["float16"][0], strategy="ddp"), 5e-3)
+
+
+def same(results, runs, expected):
+    for name, keys in runs.items():
+        rows = np.array(values(results, name)[0])
+        assert rows == pytest.approx(expected[:keys.get("max_iters", 5)], rel=2e-5), name
 
 
 @pytest.mark.parametrize("device", GPU_FIRST)
-def test_cuda_two_ranks_train_as_one_and_resume_on_one(tmp, device):
-    losses, norms, *_ = plain_training(tiny(tmp))
-    expected = np.array(list(zip(losses, norms)))
-    results = on_ranks(2, trainings(tmp, device, TWO))
-    for name, keys in TWO.items():
-        rows = np.array(values(results, name)[0])
-        assert rows == pytest.approx(expected[:keys.get("max_iters", 5)], rel=2e-5), name
-    rest = dict(TWO["sharded"], max_iters=5, init_from="resume")
-    results = on_ranks(1, trainings(tmp, device, {"sharded": rest}))
-    assert np.array(values(results, "sharded")[0]) == pytest.approx(expected, rel=2e-5)
+def test_cuda_ranks_train_as_one_and_resume_on_fewer_and_more(tmp, device):
+    expected = np.array(in_plain_pytorch(tmp))
+    for world, runs in BETWEEN.items():
+        runs = {f"{name} on {world}": keys for name, keys in runs.items()}
+        same(on_ranks(world, trainings(tmp, device, runs)), runs, expected)
+    for world, runs in RESUMED.items():
+        resumed = {}
+        for name, keys in runs.items():
+            before, out = (f"{tmp}/{device} {name} on {n}" for n in (2, f"2, then {world}"))
+            shutil.copytree(before, out)
+            resumed[f"{name} on 2, then {world}"] = dict(keys, init_from="resume")
+        same(on_ranks(world, trainings(tmp, device, resumed)), resumed, expected)
+
+
+@pytest.mark.parametrize("device", GPU_FIRST)
+def test_cuda_two_ranks_train_in_fewer_bits(tmp, device):
+    runs = {f"{name} on 2": keys for name, (keys, _) in ROUNDED_ON_TWO.items()}
+    results = on_ranks(2, trainings(tmp, device, runs))
+    for name, (keys, limit) in ROUNDED_ON_TWO.items():
+        expected = [loss for loss, _ in in_plain_pytorch(tmp, n_embd=keys["n_embd"])]
+        got = [loss for loss, _ in values(results, f"{name} on 2")[0]]
+        assert got == pytest.approx(expected, rel=limit), name
 
 
 @pytest.mark.parametrize("device", DEVICES[2][1:])  # on a CPU: test_fsdp.py
@@ -193,6 +251,27 @@ def test_cuda_float16_overflow_on_one_rank_skips_the_step_on_both(tmp, device):
     zero, one = values(on_ranks(2, {"": (test_fsdp.case_overflow, keys)}), "")
     assert zero["scale"] == [1024.0, 512.0, 512.0] and one["scale"][2] == 512.0
     assert zero["moved"] == zero["unmoved"] == []
+
+
+@pytest.mark.slow
+def test_cuda_page_starts_two_nodes_on_one_gpu(tmp, tmp_path):
+    """docs/clusters.md's commands, with another config and port."""
+    page = read("docs/clusters.md")
+    [block] = re.findall(r"```text\n(export NCCL_SOCKET_IFNAME.*?)```", page, re.S)
+    simulated = simulates(1)
+    keys = dict(gradient_accumulation_steps=2, init_from="scratch", device="cuda")
+    argv = shlex.join(arguments(tmp, str(tmp_path / "out"), **{**TINY, **keys}))
+    program = f"{'-m simgpu ' * simulated}{HERE}/train.py {argv}"
+    block = block.replace("train.py config/quickstart.py --out_dir=out-nccl", program)
+    block = block.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        block = block.replace("29500", str(s.getsockname()[1]))
+    env = dict(SIM_GPUS="1", PYTHONPATH=PYTHONPATH) if simulated else dict(CUDA_VISIBLE_DEVICES="0")
+    p = shell("bash", "-c", f"{block}\nwait", cwd=tmp_path, env=env)
+    assert "2 x cuda" in p.stdout, p.stderr
+    launch(2, arguments(tmp, str(tmp_path / "cpu"), **{**TINY, **keys, "device": "cpu"}))
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-5)
 
 
 def overlap(events):
@@ -253,7 +332,8 @@ def case_trace(tmp, device):
 @pytest.mark.parametrize("device", DEVICES[2][1:])
 def test_cuda_gathers_run_beside_computation(tmp, device):
     if torch.cuda.device_count() < 2 or "simgpu" in sys.modules:
-        pytest.skip("needs 2 of CUDA's GPUs: a simulated one does not take the time of a real one")
+        pytest.skip("needs 2 of CUDA's GPUs: two ranks on one take turns, and a simulated one "
+                    "does not take the time of a real one")
     shares = values(on_ranks(2, {"": (case_trace, dict(tmp=tmp, device=device))}), "")
     assert min(shares) > 0.5
 

@@ -52,11 +52,46 @@ def nanogpt(work):
     return dict(ratio=ratio, ours_ms=median(ours), theirs_ms=median(theirs)), dict(ratio=1.03)
 
 
-def short_run(work, name, *more, iters=20):
+# Of nanoGPT's config/train_shakespeare_char.py, by our keys.
+CHARACTERS = [
+    "--n_layer=6", "--n_head=6", "--n_embd=384", "--block_size=256", "--vocab_size=65",
+    "--bias=False", "--dropout=0.2", "--batch_size=64", "--gradient_accumulation_steps=1",
+    "--weight_decay=0.1", "--learning_rate=1e-3", "--min_lr=1e-4", "--beta1=0.9", "--beta2=0.99",
+    "--warmup_iters=100", "--max_iters=5000", "--lr_decay_iters=5000", "--eval_interval=250",
+    "--eval_iters=200", "--log_interval=10", "--always_save_checkpoint=False",
+    "--dtype=bfloat16", "--compile=True"]
+FEW = ["--max_iters=4", "--eval_interval=9", "--eval_iters=1", "--n_layer=1", "--compile=False"]
+
+
+def to_the_end(work):
+    """nanoGPT's own train.py and ours train its character model: an outcome, not a step."""
+    data = os.path.join(work.nanogpt, "data", "shakespeare_char")
+    if not os.path.exists(os.path.join(data, "train.bin")):
+        raise NotHere("it takes nanoGPT's data: run its data/shakespeare_char/prepare.py")
+    few = FEW if work.tiny else []
+    out = work.directory("out-theirs")
+    begin = time.time()
+    log = work.call(
+        "train.py", "config/train_shakespeare_char.py", f"--out_dir={out}", *few, cwd=work.nanogpt)
+    theirs = dict(
+        val_loss=min(float(loss) for loss in re.findall(r"val loss ([\d.]+)", log)),
+        seconds=time.time() - begin)
+    out = work.directory("out-ours")
+    begin = time.time()
+    work.call("train.py", f"--dataset={data}", f"--out_dir={out}", *CHARACTERS, *few)
+    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    ours = dict(
+        val_loss=min(row["val_loss"] for row in rows if "val_loss" in row),
+        seconds=time.time() - begin)
+    return ours, theirs
+
+
+def short_run(work, name, *more, iters=20, ranks=None):
     """A short run of train.py, with the keys of a row: its flags."""
+    ranks = ranks or work.row.gpus
     keys = [key for key in work.keys_of(name) if not key.startswith("--strategy")]
-    strategy = "full_shard" if work.row.gpus > 1 else "single"
-    accumulation = f"--gradient_accumulation_steps={work.row.gpus}"
+    strategy = "full_shard" if ranks > 1 else "single"
+    accumulation = f"--gradient_accumulation_steps={ranks}"
     return [
         "train.py", *keys, accumulation, f"--strategy={strategy}", f"--max_iters={iters}",
         f"--lr_decay_iters={iters}", "--warmup_iters=2", "--log_interval=1", "--eval_iters=1",
@@ -96,7 +131,10 @@ def sharded_save(work):
 def killed(work):
     """A rank of two is killed with -9 after a checkpoint, and torchrun starts all again."""
     argv = short_run(
-        work, "124M", "--save_interval=5", "--init_from=auto", "--checkpoint=sharded", iters=40)
+        work, "124M", "--save_interval=5", "--init_from=auto", "--checkpoint=sharded", iters=40,
+        ranks=2)
+    if work.row.gpus < 2:
+        argv = ["tests/own_node.py", *argv, "--device=cuda"]
     whole, out = work.directory("out-whole"), work.directory("out-killed")
     work.call(*argv, f"--out_dir={whole}", ranks=2)
     p = work.start(*argv, f"--out_dir={out}", ranks=2, restarts=1)

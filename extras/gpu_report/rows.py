@@ -91,6 +91,8 @@ def rows(n, tiny, simulated, nanogpt, gpu=None, torchao="some"):
             uncompiled, matters=True),
         other("124M beside nanoGPT", "target: 1.03 x its tokens/s", 1, 240, programs.nanogpt,
               needs="" if nanogpt else "pass --nanogpt=DIR"),
+        other("Shakespeare to the end", "an outcome: nanoGPT's train.py and ours, side by side", 1,
+              300, programs.to_the_end, needs="" if nanogpt else "pass --nanogpt=DIR"),
         sharded("full_shard", "speed, and the share of the gathers that is hidden", trace=True,
                 matters=True),
         step(f"{size} ddp", "the control", base, "--strategy=ddp", gpus=n, seconds=150, needs=two),
@@ -100,7 +102,7 @@ def rows(n, tiny, simulated, nanogpt, gpu=None, torchao="some"):
              needs=two or even),
         one(f"{size} single", "what one GPU does alone", base, seconds=150),
         other("a rank is killed", "all restart, and end with the same losses", pair, 120,
-              programs.killed, matters=True, needs=two),
+              programs.killed, matters=True),
         other("tests", "python -m pytest -k cuda: what is promised", n, 300, programs.tests,
               matters=True),
         # Not compiled: as one graph of 48 blocks it was still compiling when an H100's time was up.

@@ -289,9 +289,14 @@ def test_muon_checkpoints_at_other_world_sizes_and_strategies(tmp):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES[1])
 def test_cuda_trains_with_muon_as_a_cpu_does(tmp, device):
-    """5 steps in fp32: the losses and the gradients' norms."""
+    """5 steps in fp32: the losses and the gradients' norms. Ranks may share a GPU."""
     run = dict(optimizer="muon")
     expected = case_training(tmp, "muon on a cpu", strategy="single", device="cpu", **run)
-    results = on_ranks(1, trainings(tmp, device, {"muon": dict(ZERO3, **run)}))
-    [rows] = values(results, "muon")
-    assert np.array(rows) == pytest.approx(np.array(expected), rel=2e-5)
+    ways = {1: {"muon": ZERO3}, 2: {"muon on 2": ZERO3}, 4: {
+        "muon on 2 x 2": dict(strategy="hybrid_shard", shard_group_size=2)}}
+    for world, runs in ways.items():
+        runs = {name: dict(keys, **run) for name, keys in runs.items()}
+        results = on_ranks(world, trainings(tmp, device, runs))
+        for name in runs:
+            rows = np.array(values(results, name)[0])
+            assert rows == pytest.approx(np.array(expected), rel=2e-5), name

@@ -39,6 +39,7 @@ from harness import losses
 
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
 DIFF = Not("it changes the clone: test_fork_the_diff_adds_an_optimizer has its own")
+ONE_GPU = Not("test_cuda_page_starts_two_nodes_on_one_gpu")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
 PLAY = replace(trains(dataset="python_stdlib", shows="step"), needs="extras")
@@ -84,6 +85,9 @@ ROWS = {
     "docs/clusters.md": [
         ("torchrun --standalone --nproc_per_node=4 train.py config/quickstart.py",
          trains(gradient_accumulation_steps=4)),
+        ("export NCCL_SOCKET_IFNAME", ONE_GPU),
+        ("NCCL_HOSTID=a torchrun", ONE_GPU),
+        ("NCCL_HOSTID=b torchrun", ONE_GPU),
         ("export TORCH_DISABLE", Not("for the next line")),
         ("torchrun --nnodes=2", Not("two nodes: test_fault_a_dead_node_comes_back")),
         ("torchrun --standalone --nproc_per_node=2 --tee=3", trains()),

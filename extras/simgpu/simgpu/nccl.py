@@ -5,6 +5,7 @@ A communicator is gloo's, on connections of its own. Like NCCL it takes only con
 one GPU, and each rank needs its own. The order of streams is NCCL's (device.cpp, section 6).
 """
 
+import os
 import socket
 import warnings
 
@@ -51,9 +52,11 @@ class ProcessGroupNCCL(dist.ProcessGroupGloo):
 
     def connect(self, device):
         """Set the device: from torch 2.15 on when the group is made, GPU LOCAL_RANK modulo their
-        number; before that at the first collective. Each rank must have a GPU of its own."""
+        number; before that at the first collective. Each rank of a host must have a GPU of its
+        own; NCCL_HOSTID says which host that is."""
         self.device = device
-        mine = f"{socket.gethostname()} {device}"
+        host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+        mine = f"{host} {device}"
         self.store.set(f"gpu of {self.rank()}", mine)
         for rank in range(self.size()):
             theirs = self.store.get(f"gpu of {rank}").decode()
