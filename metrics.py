@@ -144,7 +144,12 @@ def describe(cfg, model, batches, source, world):
         if step >= cfg.max_iters:
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise it to continue"
     decays = cfg.decay_lr and cfg.lr_schedule != "constant"
-    if decays and cfg.max_iters > cfg.lr_decay_iters:
+    end = cfg.lr_decay_iters if decays else cfg.max_iters
+    if cfg.decay_lr and cfg.warmup_iters > min(end, cfg.max_iters):
+        yield (
+            f"learning_rate={cfg.learning_rate} is never reached: warmup_iters={cfg.warmup_iters}, "
+            f"lr_decay_iters={cfg.lr_decay_iters}, max_iters={cfg.max_iters}")
+    elif decays and cfg.max_iters > cfg.lr_decay_iters:
         yield (
             f"from step lr_decay_iters={cfg.lr_decay_iters} to max_iters={cfg.max_iters} the "
             f"learning rate is min_lr={cfg.min_lr}")

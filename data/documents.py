@@ -115,6 +115,10 @@ def lines(source, newline="\n"):
             if encodable(line) != line:
                 raise SystemExit(
                     f"{source}: line {number} is not UTF-8; convert the file, or mend the line")
+            if "\0" in line:
+                raise SystemExit(
+                    f"{source}: line {number} has a NUL, so it is UTF-16 or no text: "
+                    f"iconv -f UTF-16LE -t UTF-8 {source} > utf8.txt")
             yield number, line
 
 
@@ -206,6 +210,10 @@ def rows_of_csv(source, delimiter):
             if len(set(names)) < len(names):
                 raise SystemExit(f"{where}: two columns have the same name; rename one of them")
             continue
+        if delimiter == "\t" and any("\t" in field for field in fields):
+            raise SystemExit(
+                f"{where}: a tab inside a field, in the row that begins there: if quotes are text "
+                "in this file, write each twice and put quotes around the field, or make it .jsonl")
         # A delimiter at the end of each row is common; more text than columns is a mistake.
         if any(fields[len(columns):]):
             raise SystemExit(

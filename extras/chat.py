@@ -23,6 +23,7 @@ from data.documents import encodable
 from data.tokenizer import TOKENIZER
 
 ROLES = {"human": "user", "gpt": "assistant"}  # {ShareGPT's name: that of the templates}
+OTHER_ROLES = ("system", "developer", "user", "tool", "function")
 
 
 
@@ -47,6 +48,7 @@ class Chat:
     """A conversation, before a template writes it: workers do that."""
 
     messages: list  # [{role, content}]
+    learned: list  # [bool]: False for an assistant's turn that its row leaves out
 
     @property
     def key(self):
@@ -56,7 +58,7 @@ class Chat:
     def parts(self, encoder):
         """[Document]: the whole conversation, or each of its turns if the template writes
         earlier ones differently."""
-        return turns(self.messages, chat_template(encoder))
+        return turns(self.messages, self.learned, chat_template(encoder))
 
 
 # ---------- from rows to messages ---------------------------------------------
@@ -75,10 +77,24 @@ def chat_of(column, row, where):
     # In a file of both kinds each row has both columns, and null in one.
     found = next(filter(None, map(row.get, names)), [])
     messages = [message(one, where) for one in found]
+    roles = {one["role"] for one in messages}
+    if "assistant" not in roles and roles.difference(OTHER_ROLES):
+        raise SystemExit(
+            f"{where}: nobody in this chat is the assistant, its roles are "
+            f"{', '.join(sorted(roles))}; call the one to learn assistant (or gpt)")
+    learned = [is_learned(one) for one in found]
     # A first turn of the assistant has no prompt, so nothing teaches the model to say it.
-    if all(one["role"] != "assistant" for one in messages[1:]):
+    learned[:1] = [False] * len(learned[:1])
+    if not any(one["role"] == "assistant" and is_in for one, is_in in zip(messages, learned)):
         return None
-    return Chat(messages)
+    return Chat(messages, learned)
+
+
+def is_learned(one):
+    """False if a message says that it is not to be learned: "weight": 0, as OpenAI's format has
+    it, or "train": false."""
+    values = [str(one.get(key)).lower() for key in ("weight", "train")]
+    return not {"0", "0.0", "false"}.intersection(values)
 
 
 def message(one, where):
@@ -139,13 +155,13 @@ def open_template(file):
     return Template(render, tuple(theirs.get_added_vocab()))
 
 
-def turns(messages, template):
+def turns(messages, learned, template):
     """[Document]: see Chat.parts. The spans are what the assistant says."""
     found = []
     try:
         whole = template.render(messages)
         for i, one in enumerate(messages):
-            if one["role"] == "assistant" and i > 0:
+            if one["role"] == "assistant" and learned[i]:
                 prompt = template.render(messages[:i], add_generation_prompt=True)
                 text = template.render(messages[:i + 1])
                 if not text.startswith(prompt):

@@ -17,6 +17,7 @@ import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, replace
+from glob import glob
 from pathlib import Path
 
 import torch
@@ -131,8 +132,7 @@ def open_pretrained(name, key="init_from"):
         theirs = json.loads((path / "config.json").read_text("utf-8"))
         model, sizes = understand(theirs)
         sizes = asdict(model_file(model).ModelConfig(**sizes))
-        shards = sorted(path.glob("model-*-of-*.safetensors"))
-        for file in shards or [path / "model.safetensors"]:
+        for file in weight_files(path):
             with safe_open(file, "pt") as opened:
                 for key in opened.keys():
                     if key.endswith(BUFFERS):
@@ -165,6 +165,24 @@ def open_pretrained(name, key="init_from"):
         kept={file.name: file.read_text("utf-8") for file in kept},
     )
     return Source(str(path), header, shapes, get)
+
+
+def weight_files(path):
+    """The files with a model's weights, as transformers chooses them: model.safetensors, else
+    those that the index names. An older save's shards may lie beside either. Without both: all
+    shards."""
+    whole = path / "model.safetensors"
+    index = path / "model.safetensors.index.json"
+    if whole.exists():
+        return [whole]
+    if not index.exists():
+        return sorted(path.glob("model-*-of-*.safetensors")) or [whole]
+    names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    files = [path / os.path.basename(name) for name in names]
+    missing = [file for file in files if not file.exists()]
+    if missing:
+        raise SystemExit(f"{missing[0]}: it is missing, and {index.name} names it; copy it there")
+    return files
 
 
 def open_adapter(path, safe_open):
@@ -260,6 +278,12 @@ def rotary(theirs):
 def export(source, path, dtype="float32"):
     """Write a directory that transformers opens, with equal logits. It takes host memory
     for the whole model."""
+    old = sorted(glob("model-*-of-*.safetensors", root_dir=path))
+    old += glob("model.safetensors.index.json", root_dir=path)
+    if old:
+        raise SystemExit(
+            f"{path} has another model's {old[0]}, which some programs would read beside this "
+            "model.safetensors; remove its shards and their index, or pass another directory")
     if source.base:
         source = merged(source)
     config = their_config(source, dtype)
