@@ -29,6 +29,7 @@ def encoder_of(name):
     if not file.is_file():
         file = Path(local_copy("tokenizer", name, "tokenizer*.json", *BESIDE), TOKENIZER)
     hf, vocab_size = open_tokenizer(str(file))
+    hf.encode_special_tokens = True  # as text: a document may write </s> for struck-through HTML
     config = file.with_name("tokenizer_config.json")
     eos = None
     if config.exists():

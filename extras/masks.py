@@ -138,6 +138,7 @@ def places_of(text, own, has_special_tokens):
     """(ids, [(start, end)]): the tokens of a text, and the characters that each stands for."""
     if TOKENIZER in own.files:
         hf = opened(own.files[TOKENIZER])
+        hf.encode_special_tokens = not has_special_tokens  # a column's text is text
         found = hf.encode(text, add_special_tokens=not has_special_tokens)
         return found.ids, found.offsets
     ids = own.encode(text)
