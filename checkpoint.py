@@ -193,6 +193,9 @@ def open_full(path):
     """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is
     damaged. torch.load checks no checksums. This checks the pickle's, so the header is
     right; `is_intact` checks the tensors'."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            "it is damaged, or PyTorch wrote it before 1.6: torch.load and torch.save convert it")
     with zipfile.ZipFile(path) as records:
         [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
         records.read(pickled)  # raises if its checksum is wrong
@@ -201,9 +204,12 @@ def open_full(path):
         ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:  # its text would suggest running the file's code
         raise ValueError("it has more in it than tensors and plain values, or is damaged")
+    missing = {"model", "model_args", "config", "iter_num", "best_val_loss"}.difference(ckpt)
+    if missing:
+        raise ValueError(f"it has no {', '.join(sorted(missing))}, as nanoGPT's and ours have")
     weights = {}
     for name, tensor in ckpt.pop("model").items():
-        name = name.removeprefix("module.").removeprefix("_orig_mod.")  # nanoGPT's DDP, compile
+        name = re.sub(r"^((module|_orig_mod)\.)+", "", name)  # DDP's and the compiler's
         if not name.endswith(BUFFERS):
             weights[name] = tensor
     flat = {f"model.{name}": tensor for name, tensor in weights.items()}

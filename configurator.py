@@ -294,6 +294,10 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
     for key, value in {"model": model, **sizes}.items():
         if key == "dropout":
             continue
+        if key not in keys and key != "model":
+            raise SystemExit(
+                f"{where}: its model_args have {key}, and model={model} has no such size: another "
+                "program wrote it; pass its export in Hugging Face's format")
         value = coerce(key, value, model, where)
         ours = values.get(key, value)  # this run's model may have no such key
         is_shorter = key == "block_size" and ours < value

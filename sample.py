@@ -7,7 +7,8 @@ Sample text from a trained model.
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=-    # from stdin
     python sample.py --out_dir=out --start=ids:1,2,3    # token ids
 
-If no tokenizer is known, the samples are token ids too.
+If no tokenizer is known, the samples are token ids too. An end of text ends no sample: the model
+goes on with another text.
 """
 
 import inspect

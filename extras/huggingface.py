@@ -108,6 +108,8 @@ PEFT = dict(
     modules_to_save=[None, []],
     rank_pattern=[{}, None],
     alpha_pattern=[{}, None],
+    layers_to_transform=[None],
+    trainable_token_indices=[None],
 )
 # Files that say where text ends and how chats are written. A checkpoint keeps their text,
 # since an export needs them again.
@@ -198,6 +200,8 @@ def open_adapter(path, safe_open):
                 raise ValueError(f"{key}={theirs[key]!r}, but we compute only {values[0]!r}")
         with safe_open(file, "pt") as opened:
             for key in opened.keys():
+                if not re.search(r"\.\d+\..*\.lora_[AB]\.weight$", key):
+                    raise ValueError(f"{key}: we adapt only linear layers of blocks")
                 name = key.removeprefix("base_model.model.").removesuffix(".weight")
                 places[f"model.{name}"] = key
                 shapes[f"model.{name}"] = tuple(opened.get_slice(key).get_shape())

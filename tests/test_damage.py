@@ -320,7 +320,9 @@ ODD = [  # an edit of ckpt.pt, what the line says
      "transformer.h.3.ln_1.weight"),
     (lambda c: c["model"].pop("transformer.h.2.ln_1.weight"), "transformer.h.2.ln_1.weight"),
     (lambda c: c.update(param_names=c["param_names"][:2]), "not readable"),
-    (lambda c: c.pop("iter_num"), "iter_num")]
+    (lambda c: c.pop("iter_num"), "it has no iter_num,"),
+    (lambda c: [*map(c.pop, [key for key in c if key != "optimizer"])], "best_val_loss, config,"),
+    (lambda c: c["model_args"].update(dim=30), "its model_args have dim,")]  # llama2.c
 
 
 @pytest.mark.parametrize("edit, message", ODD)
@@ -333,6 +335,12 @@ def test_damage_of_what_a_full_one_means_is_one_line(
     line = refused(resumed, tmp, tmp_path)
     assert message in line and "weights_only" not in line
     assert sorted(os.listdir(tmp_path)) == ["ckpt.pt"]
+
+
+def test_damage_before_pytorch_1_6_no_file_was_a_zip(sound, tmp, tmp_path):
+    ckpt, old = read_ckpt(sound["full"][0]), dict(_use_new_zipfile_serialization=False)
+    torch.save(ckpt, tmp_path / "ckpt.pt", **old)
+    assert "before 1.6" in refused(resumed, tmp, tmp_path)
 
 
 @pytest.mark.parametrize("edit, anew", [

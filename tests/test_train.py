@@ -292,6 +292,18 @@ def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
     assert ("context" in said) == (not asked)
 
 
+@pytest.mark.parametrize("keys, said", [
+    ({}, ""), (dict(warmup_iters=8), "never reached"), (dict(warmup_iters=5), ""),
+    (dict(warmup_iters=5, lr_decay_iters=4), "never reached"),
+    (dict(warmup_iters=5, lr_decay_iters=4, lr_schedule="constant"), ""),
+    (dict(warmup_iters=8, decay_lr=False), ""), (dict(lr_decay_iters=4), "from step lr_decay")])
+def test_start_says_what_becomes_of_the_learning_rate(tmp, keys, said):
+    cfg = tiny(tmp, **keys)
+    world, batches = World(), SimpleNamespace(parts=[])
+    lines = [*metrics.describe(cfg, train.meta_model(cfg), batches, None, world)][1:]
+    assert said in "".join(lines) and len(lines) == bool(said)
+
+
 def test_start_says_what_changes_the_numbers(tmp, capsys):
     same = [f"--{key}={TINY[key]}" for key in (
         "batch_size", "gradient_accumulation_steps", "learning_rate", "min_lr", "warmup_iters",

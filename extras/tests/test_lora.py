@@ -435,8 +435,17 @@ def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
         huggingface.main, [os.path.join(tmp, "lora-base"), str(tmp_path / "x"), "--adapter"])
 
 
-def test_lora_peft_adapters_that_we_do_not_compute_are_refused(tmp_path):
-    pytest.importorskip("safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
-    said = refused(huggingface.open_pretrained, str(tmp_path))
-    assert "use_dora=True" in said and str(tmp_path) in said
+@pytest.mark.parametrize("config, said", [
+    (dict(use_dora=True), "use_dora=True"),
+    (dict(layers_to_transform=[1]), "layers_to_transform=[1]"),
+    (dict(trainable_token_indices=[1, 2]), "trainable_token_indices=[1, 2]"),
+    (dict(target_modules=["c_attn", "wte"]), "wte.lora_embedding_A"),
+    (dict(target_modules=["c_attn", "lm_head"]), "lm_head.")])
+def test_lora_peft_adapters_that_we_do_not_compute_are_refused(tmp_path, config, said):
+    peft = pytest.importorskip("peft")
+    from test_huggingface import make_hf
+    config = dict(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM") | config
+    model = peft.get_peft_model(make_hf(tmp_path / "hf", "gpt2"), peft.LoraConfig(**config))
+    model.save_pretrained(str(tmp_path / "theirs"))
+    line = refused(huggingface.open_pretrained, str(tmp_path / "theirs"))
+    assert said in line and str(tmp_path) in line
