@@ -145,7 +145,7 @@ def describe(cfg, model, batches, source, world):
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise it to continue"
     decays = cfg.decay_lr and cfg.lr_schedule != "constant"
     end = cfg.lr_decay_iters if decays else cfg.max_iters
-    if cfg.decay_lr and cfg.warmup_iters > min(end, cfg.max_iters):
+    if cfg.decay_lr and cfg.warmup_iters >= min(end, cfg.max_iters) > 0:
         yield (
             f"learning_rate={cfg.learning_rate} is never reached: warmup_iters={cfg.warmup_iters}, "
             f"lr_decay_iters={cfg.lr_decay_iters}, max_iters={cfg.max_iters}")

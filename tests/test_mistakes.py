@@ -46,7 +46,7 @@ resolve TOY
   --strategy=ddp --prefetch_blocks=1; --strategy=ddp --dtype=float8 | full_shard
   --strategy=full_shard --shard_group_size=2 | hybrid_shard
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
-  --learning_rate=2e-5; --learning_rate=2e-5 --lr_schedule=wsd | --min_lr=2e-06
+  --learning_rate=2e-5; --lr_schedule=wsd --learning_rate=2e-5 | --min_lr=2e-06
   --activation_offload=True | --activation_checkpointing=full
   --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full
   --compile=True --activation_checkpointing=full --activation_offload=True | --compile=False

@@ -293,9 +293,9 @@ def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
 
 
 @pytest.mark.parametrize("keys, said", [
-    ({}, ""), (dict(warmup_iters=8), "never reached"), (dict(warmup_iters=5), ""),
-    (dict(warmup_iters=5, lr_decay_iters=4), "never reached"),
-    (dict(warmup_iters=5, lr_decay_iters=4, lr_schedule="constant"), ""),
+    ({}, ""), (dict(warmup_iters=5), "never reached"), (dict(warmup_iters=4), ""),
+    (dict(warmup_iters=4, lr_decay_iters=4), "never reached"),
+    (dict(warmup_iters=4, lr_decay_iters=4, lr_schedule="constant"), ""),
     (dict(warmup_iters=8, decay_lr=False), ""), (dict(lr_decay_iters=4), "from step lr_decay")])
 def test_start_says_what_becomes_of_the_learning_rate(tmp, keys, said):
     cfg = tiny(tmp, **keys)
