@@ -724,8 +724,12 @@ class Saver:
     def write_sharded(self, path, header, rows):
         """All ranks write their rows, and then rank 0 removes older checkpoints."""
         cause = None
+        # From the second save on ranks only tell rank 0 that their plans are the same.
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         try:
-            dcp.save(rows, storage_writer=Writer(path, header), process_group=self.group)
+            dcp.save(
+                rows, storage_writer=Writer(path, header), planner=planner,
+                process_group=self.group)
         except dcp.CheckpointException as e:  # on all ranks, whichever failed
             cause, _ = next(iter(e.failures.values()))
         if cause:

@@ -41,6 +41,7 @@ from harness import (
     tiny,
     values,
 )
+from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -319,8 +320,18 @@ def case_both_kinds(tmp, out, freeze):
     saver.finish()
     full = checkpoint.find(f"{out}/direct", run.world)
     saver.out_dir, saver.cfg = out, replace(run.cfg, checkpoint="sharded")
-    save(saver, run, 1)
-    saver.finish()
+    plans, merge = [], dcp.DefaultSavePlanner.create_global_plan
+
+    def merged(planner, of_ranks):
+        plans.append([len(plan.items) > 0 for plan in of_ranks])
+        return merge(planner, of_ranks)
+
+    with patch.object(dcp.DefaultSavePlanner, "create_global_plan", merged):
+        for step in (0, 1):
+            save(saver, run, step)
+            saver.finish()
+    if run.world.rank == 0:  # the second time ranks send it no plan, since they are the same
+        assert plans == [[True] * run.world.size, [False] * run.world.size]
     waits = []
     for source in (full, checkpoint.find(out, run.world)):
         with patch.object(checkpoint, "patient_group", wraps=checkpoint.patient_group) as patient:
