@@ -276,7 +276,9 @@ class Log:
         """losses: as train.evaluate returns them."""
         val = losses["val"]
         line = f"step {step}: train loss {losses['train']:.4f}, val loss {val:.4f}"
-        row = dict(iter=step, time=time.time())
+        now = time.time()
+        tokens = step * tokens_per_step(self.cfg)
+        row = dict(iter=step, time=now, wall_s=now - self.started, tokens=tokens)
         for key, loss in losses.items():
             split, slash, name = key.partition("/")
             row[f"{split}_loss{slash}{name}"] = loss
@@ -311,6 +313,7 @@ class Log:
             print(f"cannot write {self.file.name}: {e.strerror}", file=sys.stderr)
 
     def close(self):
-        print0(self.world, f"done in {time.time() - self.started:.0f} s")
+        end = f": max_iters={self.cfg.max_iters}" if self.next_step >= self.cfg.max_iters else ""
+        print0(self.world, f"done in {time.time() - self.started:.0f} s{end}")
         if self.wandb:
             self.wandb.finish()

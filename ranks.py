@@ -53,6 +53,10 @@ def setup(device, backend, cpu_offload=0.0):
     with suppress(ValueError, OSError):  # macOS says "no limit", but has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if "RANK" not in env:
+        if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+            raise SystemExit(
+                f"srun started {env['SLURM_STEP_NUM_TASKS']} processes, each a run of its own: let "
+                "srun start one torchrun per node (docs/clusters.md)")
         return World(device=pick_device(device))
     rank = int(env["RANK"])
     size = int(env["WORLD_SIZE"])

@@ -210,6 +210,13 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
     assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
 
 
+def test_ranks_of_srun_alone_are_no_ranks(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert "srun started 8 processes" in refused(ranks.setup, "cpu", "auto")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert ranks.setup("cpu", "auto").size == 1
+
+
 def test_ranks_say_that_this_pytorch_cannot_use_the_gpus(monkeypatch, capsys):
     """The driver counts them, and an old one makes them unavailable. Rank 0 says it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

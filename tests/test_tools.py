@@ -170,6 +170,7 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     train_loss, val_loss = evaluated["train_loss"], evaluated["val_loss"]
     assert f"step 0: train loss {train_loss:.4f}, val loss {val_loss:.4f}\n" in said
     assert train_loss != val_loss
+    assert evaluated["tokens"] == 0 and 0 < evaluated["wall_s"] < first["wall_s"]
     assert evaluated["val_perplexity"] == pytest.approx(math.exp(val_loss))
     assert {"run", "iter", "loss", "tokens_per_s", "mfu", "grad_norm", "lr", "loss_scale",
             "peak_memory", "valley_memory", "peak_reserved", "free_memory", "alloc_retries",
@@ -184,8 +185,8 @@ def test_tools_log_line_and_metrics(tmp, capsys):
     assert 0 < first["train_s"] < first["wall_s"]  # without the first evaluation
     config, *_ = map(json.loads, open(os.path.join(tmp, "metrics", "metrics.jsonl")))
     assert config["config"]["n_embd"] == TINY["n_embd"] and config["iter"] == 0
-    assert "12 x 2 sequences of a rank" in said and re.search(r"^done in \d+ s$", said, re.M)
-    assert said.startswith("drawing initial values")
+    assert "12 x 2 sequences of a rank" in said and said.startswith("drawing initial values")
+    assert re.search(r"^done in \d+ s: max_iters=3$", said, re.M)
 
 
 def test_tools_a_save_is_in_the_next_row_alone(tmp, tmp_path):
@@ -357,8 +358,8 @@ def test_tools_metrics_are_there_at_once_and_a_resumed_run_appends(tmp, tmp_path
         log.write(dict(iter=step, loss=1.0))
         log.evaluation(step + 1, dict(train=2.0, val=1000.0))
         rows += [dict(iter=step), dict(iter=step, loss=1.0), dict(
-            iter=step + 1, train_loss=2.0, val_loss=1000.0,
+            iter=step + 1, tokens=(step + 1) * 384, train_loss=2.0, val_loss=1000.0,
             val_perplexity=math.exp(700))]  # larger ones have no float
         found = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-        own = ("run", "time", "config")
+        own = ("run", "time", "wall_s", "config")
         assert [{k: v for k, v in row.items() if k not in own} for row in found] == rows

@@ -37,9 +37,13 @@ from commands import (
 )
 from harness import losses
 
+from configurator import load_config, resolve
+from ranks import World
+
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
 DIFF = Not("it changes the clone: test_fork_the_diff_adds_an_optimizer has its own")
 ONE_GPU = Not("test_cuda_page_starts_two_nodes_on_one_gpu")
+FAIRSEQ = Not("13B: test_commands_for_fairseqs_two_resolve")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
 PLAY = replace(trains(dataset="python_stdlib", shows="step"), needs="extras")
@@ -119,6 +123,10 @@ ROWS = {
         ("python prepare.py", NANOGPT),
         ("python data/prepare.py OUT corpus.jsonl", Not("test_data.py; its tokenizer is GPT-2's")),
     ],
+    "docs/migration.md": [
+        ("torchrun --standalone --nproc_per_node=1 train.py $A", FAIRSEQ),
+        ("torchrun --standalone --nproc_per_node=8 train.py $A", FAIRSEQ),
+    ],
     "docs/model_file.md": [
         ("python -m pytest -q tests/test_contract.py --model=NAME",
          Not("test_contract_examples.py, with a copy of model.py")),
@@ -172,6 +180,16 @@ def test_commands_table_of_losses(clone):
     if f"Python {platform.python_version()}'s own" in read("README.md"):
         for step, first, _ in table:  # of the losses every tenth is logged
             assert runs[0][int(step) // 10] == pytest.approx(float(first), abs=2e-4)
+
+
+def test_commands_for_fairseqs_two_resolve():
+    page = read("docs/migration.md")
+    [keys] = re.findall(r'^A="(.*?)"$', page, re.M | re.S)
+    for n in ("1", "8"):
+        assert f"nproc_per_node={n} train.py $A --gradient_accumulation_steps={n}\n" in page
+        argv = [*keys.split(), f"--gradient_accumulation_steps={n}", "--device=cpu"]
+        cfg = resolve(load_config(argv), World(size=int(n), local_size=int(n)), True)
+        assert (cfg.dtype, cfg.cpu_offload, cfg.loss_scale) == ("float16", 1.0, 4.0)
 
 
 def test_commands_that_print_something_else_are_seen():
