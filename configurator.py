@@ -84,7 +84,7 @@ class Config:
     #   loss improved; the best is ckpt.pt, or the link best
     # --- evaluating and watching
     eval_interval: Positive = 2000  # steps between evaluations; each may write a checkpoint
-    eval_iters: Positive = 200  # reads eval_iters * batch_size fixed windows of each split
+    eval_iters: Positive = 200  # reads eval_iters * batch_size fixed windows of a split, or all
     eval_only: bool = False  # evaluate once and stop
     log_interval: Positive = 1  # steps between log lines; each one waits for the GPU
     wandb_log: bool = False  # log to Weights & Biases too
