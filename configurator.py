@@ -66,6 +66,11 @@ PLAIN = {  # the types of a model file's keys
 }
 
 
+def noted(default):
+    """A key's default. If a resumed run changes this key, it says so: its numbers are others."""
+    return field(default=default, metadata={"noted": True})
+
+
 @dataclass
 class Config:
     # --- files
@@ -92,37 +97,38 @@ class Config:
     wandb_run_name: str = "run"
     tensorboard: bool = False  # log to TensorBoard too, in out_dir
     # --- data
-    dataset: NonEmpty = "openwebtext"  # a directory in data/, or a path, with train.bin and val.bin
-    #   or a mixture, by share of tokens: fineweb_edu:7,my_code:2,my_math:1
-    gradient_accumulation_steps: Positive = 40  # micro-batches per step, summed over all ranks
-    batch_size: Positive = 12  # sequences in a micro-batch; lower it when memory runs out
-    seed: Whole = 1337  # for everything random: weights, data order, dropout
+    dataset: NonEmpty = noted("openwebtext")  # a directory in data/, or a path, with its train.bin
+    #   and val.bin; or a mixture, by share of tokens: fineweb_edu:7,my_code:2,my_math:1
+    gradient_accumulation_steps: Positive = noted(40)  # micro-batches per step, over all ranks
+    batch_size: Positive = noted(12)  # sequences in a micro-batch; lower it when memory runs out
+    seed: Whole = noted(1337)  # for everything random: weights, data order, dropout
     # --- model
     model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py
-    freeze: str = ""  # regex of parameters not to train, e.g. 'wte|wpe|h\.[0-9]\.'
+    freeze: str = noted("")  # regex of parameters not to train, e.g. 'wte|wpe|h\.[0-9]\.'
     lora_rank: Whole = 0  # N: train LoRA matrices of this rank beside the linear layers of a
     #   frozen base model, given by init_from; 0: none
     lora_alpha: Number = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
-    frozen_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    frozen_dtype: Literal["float32", "bfloat16", "float16"] = noted("float32")
     #   the type of LoRA's frozen base; bfloat16 takes half the memory and
     #   needs dtype=bfloat16
     # --- optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW elsewhere
-    momentum: BelowOne = 0.95  # Muon's
-    learning_rate: Number = 6e-4  # the peak, for AdamW and Muon
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    #   muon: for the blocks' matrices, AdamW elsewhere
+    momentum: BelowOne = noted(0.95)  # Muon's
+    learning_rate: Number = noted(6e-4)  # the peak, for AdamW and Muon
     max_iters: Whole = 600000  # steps
-    weight_decay: Number = 0.1  # on matrices and embeddings, not on biases and norms
-    beta1: BelowOne = 0.9
-    beta2: BelowOne = 0.95  # 0.99 when a step has few tokens
-    grad_clip: Number = 1.0  # maximum global gradient norm; 0: no clipping
-    decay_lr: bool = True  # warm up, then lr_schedule; False: constant from the first step
-    warmup_iters: Whole = 2000
-    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # after warm-up; wsd:
-    #   constant, then linear in the last fifth of lr_decay_iters. To end such a run at any step N,
-    #   resume it there with lr_decay_iters and max_iters set to 1.25 N
-    lr_decay_iters: Whole = 600000  # usually max_iters
-    min_lr: Number = 6e-5  # usually learning_rate / 10
+    weight_decay: Number = noted(0.1)  # on matrices and embeddings, not on biases and norms
+    beta1: BelowOne = noted(0.9)
+    beta2: BelowOne = noted(0.95)  # 0.99 when a step has few tokens
+    grad_clip: Number = noted(1.0)  # maximum global gradient norm; 0: no clipping
+    decay_lr: bool = noted(True)  # warm up, then lr_schedule; False: constant from the first step
+    warmup_iters: Whole = noted(2000)
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = noted("cosine")
+    #   after warm-up; wsd: constant, then linear in the last fifth of lr_decay_iters. To end such
+    #   a run at any step N, resume it there with lr_decay_iters and max_iters set to 1.25 N
+    lr_decay_iters: Whole = noted(600000)  # usually max_iters
+    min_lr: Number = noted(6e-5)  # usually learning_rate / 10
     # --- system
     device: Device = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
     dtype: Literal[("auto", *DTYPES)] = "auto"  # the compute type; parameters stay fp32.
@@ -315,23 +321,15 @@ def refuse(key, ours, theirs, where):
         "another out_dir or init_from")
 
 
-# If a resumed run changes one of these, train.py prints it: they affect the results.
-AFFECTS_RESULTS = (
-    "dataset", "gradient_accumulation_steps", "batch_size", "seed", "freeze", "frozen_dtype",
-    "momentum",
-    "learning_rate", "weight_decay", "beta1", "beta2", "grad_clip", "decay_lr",
-    "warmup_iters", "lr_schedule", "lr_decay_iters", "min_lr", "block_size", "dropout",
-)
-
 
 def differences(before, cfg):
-    """["key=new (was old)"]; before: {key: value} of a checkpoint."""
+    """["key=new (was old)"]; before: {key: value} of a checkpoint. Other sizes are refused."""
     changed = []
     now = as_dict(cfg)
-    for key in AFFECTS_RESULTS:
-        value = now.get(key)  # Llama has no dropout
-        if before.get(key, value) != value:
-            changed.append(f"{key}={value!r} (was {before[key]!r})")
+    for key, declared in keys_of(cfg.model).items():
+        is_noted = "noted" in declared.metadata or key in ("block_size", "dropout")
+        if is_noted and before.get(key, now[key]) != now[key]:
+            changed.append(f"{key}={now[key]!r} (was {before[key]!r})")
     return changed
 
 
@@ -382,7 +380,7 @@ def help_text(usage, model="gpt2"):
     code = [inspect.getsource(Config), f"# --- model {model}\n", *map(inspect.getsource, classes)]
     lines = [usage.strip()]
     for line in "".join(code).splitlines():
-        key = re.match(r"    (\w+): .+? = (\S+)", line)
+        key = re.match(r"    (\w+): .+? = (?:noted\()?([^\s)]+)", line)
         _, _, comment = line.partition("# ")
         if comment.startswith("--- "):  # a heading
             lines += ["", comment[4:]]

@@ -59,11 +59,14 @@ def learning_rate_at(step, cfg):
     if step >= cfg.lr_decay_iters:
         return cfg.min_lr
     progress = (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters)
-    share = 1 - progress  # linear, from 1 to 0
     if cfg.lr_schedule == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * progress))
-    if cfg.lr_schedule == "wsd":  # warm up, stay constant, decay in the last fifth
+    elif cfg.lr_schedule == "linear":
+        share = 1 - progress
+    elif cfg.lr_schedule == "wsd":  # warm up, stay constant, decay in the last fifth
         share = min(1.0, (cfg.lr_decay_iters - step) / (0.2 * cfg.lr_decay_iters))
+    else:
+        raise ValueError(f"lr_schedule={cfg.lr_schedule} has no formula in learning_rate_at")
     return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
 
 

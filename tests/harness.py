@@ -631,7 +631,7 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
 
 def log_step(log, step, loss=4.0, norm=1.0, waited=0.0):
     """What train.train logs of a step. waited: seconds for its batches."""
-    optimizer = types.SimpleNamespace(param_groups=[dict(lr=1e-3)])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
     scaler = LossScaler(types.SimpleNamespace(dtype="float32"))
     part = types.SimpleNamespace(files=dict(train=range(337)))  # the toy data's windows
     batches = types.SimpleNamespace(parts=[("toy", 1.0, part)])

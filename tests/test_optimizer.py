@@ -85,6 +85,14 @@ def test_optimizer_other_schedules(tmp, lr_schedule, expected):
     assert learning_rate_at(0, replace(cfg, decay_lr=False)) == 1e-3
 
 
+@pytest.mark.parametrize("lr_schedule", get_args(Config.__dataclass_fields__["lr_schedule"].type))
+def test_optimizer_schedule_has_a_formula_for_each_name(tmp, lr_schedule):
+    cfg = tiny(tmp, lr_schedule=lr_schedule)
+    assert all(0 < learning_rate_at(step, cfg) <= cfg.learning_rate for step in range(30))
+    with pytest.raises(ValueError, match="no formula"):
+        learning_rate_at(5, replace(cfg, lr_schedule="no-such"))
+
+
 def test_optimizer_linear_is_pytorchs_polynomial_decay(tmp):
     p = torch.nn.Parameter(torch.zeros(1))
     sgd = torch.optim.SGD([p], lr=1.0)
@@ -258,8 +266,8 @@ def test_own_state_that_comes_late_is_refused_when_the_run_resumes(tmp):
 
 
 def test_an_optimizer_that_nothing_makes_is_one_line(tmp):
-    cfg = tiny(tmp, optimizer="lion")
-    assert "optimizer=lion" in refused(train.make_optimizer, plain_gpt(), cfg)
+    cfg = tiny(tmp, optimizer="no-such")
+    assert "optimizer=no-such" in refused(train.make_optimizer, plain_gpt(), cfg)
 
 
 NAMED = [name for name in get_args(Config.__annotations__["optimizer"]) if name != "muon"]
