@@ -38,6 +38,7 @@ def open_start(cfg, world):
 def with_base(source, resumed, cfg):
     """For a LoRA run: the source if it holds LoRA's matrices; else one that has it as the base of
     new matrices."""
+    extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
     if source is None:
         raise SystemExit(
             f"lora_rank={cfg.lora_rank}: it needs a base; pass --init_from=DIR, a hub name or "

@@ -305,6 +305,23 @@ MODELS = {
 }
 
 
+class Table(nn.Embedding):
+    """A unit whose forward, unlike its base's, needs the table in backward."""
+
+    def forward(self, x):
+        return x + x @ self.weight
+
+
+def tables():
+    return Net(lambda: Table(12, 12))
+
+
+def case_table():
+    model = tables()
+    fsdp.shard(model, model.layers, fsdp.make_mesh("cpu"))
+    return three_steps(model, inputs())
+
+
 def case_own_mesh():
     """With a mesh of one's own, with another name or none: [norm, a tensor out and in]."""
     found = []
@@ -347,6 +364,7 @@ def found():
     cases = {name: (case_model, keys) for name, keys in MODELS.items()}
     cases["bf16"] = (case_file_in_bf16, {})
     cases["own mesh"] = (case_own_mesh, {})
+    cases["table"] = (case_table, {})
     return on_ranks(2, {**cases, "misuse": (case_misuse, {})})
 
 
@@ -370,6 +388,10 @@ def test_alone_buffers_and_values_are_kept(found, name):
     for key, t in theirs.items():
         torch.testing.assert_close(
             torch.tensor(zero["state"][key]), t.detach(), rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+def test_alone_a_table_that_forward_reads_is_gathered_for_backward(found):
+    assert values(found, "table") == 2 * [pytest.approx(three_steps(tables(), inputs()), rel=1e-5)]
 
 
 def test_alone_the_last_dimension_of_any_mesh_shards(found):

@@ -139,11 +139,19 @@ def test_damage_anywhere_in_the_header_is_noticed(out):
     assert found(out) == 2
 
 
-def test_damage_of_a_large_file_is_noticed_at_its_beginning_too(tmp_path):
-    """Files are read in pieces."""
+def test_damage_of_a_large_file_is_noticed_at_its_beginning_and_end(tmp_path):
+    """Files and records are read in pieces."""
     data = random.Random(6).randbytes(2**24 + 9)
     (tmp_path / "rows").write_bytes(data)
     assert checkpoint.checksum(tmp_path / "rows") == zlib.crc32(data)
+    torch.save(torch.frombuffer(bytearray(data), dtype=torch.uint8), tmp_path / "ckpt.pt")
+    source = checkpoint.Source(tmp_path / "ckpt.pt", {}, {})
+    assert checkpoint.is_intact(source, World())
+    whole = bytearray((tmp_path / "ckpt.pt").read_bytes())
+    whole[whole.index(data[-9:])] ^= 1
+    (tmp_path / "ckpt.pt").write_bytes(whole)
+    with pytest.raises(zipfile.BadZipFile):
+        checkpoint.is_intact(source, World())
 
 
 def test_damage_of_metadata_is_noticed_before_anything_is_unpickled(out):

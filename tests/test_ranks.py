@@ -4,6 +4,7 @@ ranks.py: what ranks agree on, how they wait, stop and leave. Restarts are in te
     python -m pytest -q tests/test_ranks.py
 """
 
+import io
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
@@ -208,6 +210,14 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
     line = ("device=auto: fewer GPUs (1) than processes (2): all take the CPU; if each process "
             "sees only its own GPU, pass --device=cuda\n")
     assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
+
+
+def test_ranks_print_at_once():
+    """Into a pipe too, or a killed run's last lines would be lost."""
+    pipe = io.BytesIO()
+    with redirect_stdout(io.TextIOWrapper(io.BufferedWriter(pipe))):
+        ranks.print0(ranks.World(), "said")
+        assert pipe.getvalue() == b"said\n"
 
 
 def test_ranks_of_srun_alone_are_no_ranks(monkeypatch):
