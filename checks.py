@@ -23,26 +23,39 @@ from torch.distributed.tensor import DTensor
 
 
 def before_sharding(model):
-    """Raise if a buffer has no values, or if a trained parameter's updates would be rounded."""
+    """Raise if a parameter or buffer has no values, or if a trained parameter's updates would be
+    rounded."""
+    for name, p in model.named_parameters():
+        if isinstance(p, torch.nn.UninitializedParameter):
+            raise ValueError(
+                f"{name} has no values before a first forward: run one before `shard`, on every "
+                "rank with the same seed")
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"the buffer {name} is on the meta device and has no values: compute it in "
                 "forward, set it to a tensor with values, or build the model on the CPU")
+    refuse_rounding(model)
+
+
+def refuse_rounding(model):
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"{name} trains in {p.dtype}, which would round small updates away: call "
-                "model.float() before `shard`. mp_policy says what to compute in")
+                "model.float() before `shard`, and no model.to(dtype) after it. mp_policy says "
+                "what to compute in")
 
 
 def after_building(model, optimizer):
-    """Raise if the optimizer was made before `shard`, and so would train nothing."""
+    """Raise if the optimizer was made before `shard`, and so would train nothing, or if a trained
+    parameter's updates would be rounded: somebody called model.to(torch.bfloat16) after `shard`."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not set(held).intersection(model.parameters()):
         raise ValueError(
             "the optimizer holds none of the model's parameters, and trains nothing: make it "
             "after `shard`, which replaces them")
+    refuse_rounding(model)
 
 
 def after_first_step(model, optimizer):

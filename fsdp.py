@@ -19,7 +19,8 @@ imports only torch (2.13 or later), so you can copy it into your own project:
             # With several micro-batches: in the last one hybrid sharding's groups reduce, and the
             # root is freed.
             set_grad_sync(model, is_last_micro_batch=i + 1 == len(batches))
-            loss = my_loss(model(x), y) / len(batches)
+            # In bf16 the model returns bf16, which is too coarse for a loss.
+            loss = my_loss(model(x).float(), y) / len(batches)
             loss.backward()  # gathers unit by unit, averages gradients, keeps its rows of them
         norm = clip_grad_norm(model, 1.0)
         optimizer.step()
@@ -287,6 +288,10 @@ def set_grad_sync(
                                                          adds up whole gradients
     between the groups  all-reduce in the last           all-reduce in the last
     of hybrid sharding
+
+    every=False in bf16 or fp16: in torch 2.13 the first micro-batch must use all parameters of a
+    unit, on every rank, or the last backward stops with `expects uniform gradient dtype`, perhaps
+    on one rank while the others wait. torch 2.15 is right.
 
     The root stays gathered from one micro-batch to the next, and with keep_gathered the other
     units too (ZeRO-1's traffic, if every and reshard_after_forward are False). The step's last
