@@ -32,12 +32,15 @@ def documents(args, split, document_of, limit=sys.maxsize):
     until there are `limit` documents. split: of hub data sets. SystemExit if a source cannot be
     read."""
     for source in args.source:
+        where = None
         for where, row in rows(source, split, args):
             document = document_of(row, where)
             yield document
             limit -= document is not None
             if limit == 0:
                 return
+        if where is None:
+            print(f"{source}: it has no rows")
 
 
 # ---------- from rows to text -------------------------------------------------
@@ -84,8 +87,9 @@ def rows(source, split, args):
         if not is_local:
             yield from rows_of_datasets(source, source, name=args.subset, split=split)
         elif extension == ".parquet":
-            files = [glob.escape(source)]
-            yield from rows_of_datasets(source, "parquet", data_files=files, split="train")
+            # batch_size: by default a file's first row group says it, and an empty one fails.
+            how = dict(data_files=[glob.escape(source)], split="train", batch_size=1000)
+            yield from rows_of_datasets(source, "parquet", **how)
         elif extension in JSON:
             yield from rows_of_json(source)
         elif extension in DELIMITERS:
@@ -104,22 +108,20 @@ def rows(source, split, args):
 
 
 def lines(source, newline="\n"):
-    """Yield (number, text) of each line of a file, without a byte order mark. SystemExit at the
-    first that is not UTF-8. newline: as open() takes it; None makes CRLF and a lone CR \\n."""
+    """Yield (number, text) of each line of a file, without a byte order mark: each of several
+    files that `cat` has joined may have one. SystemExit at the first line that is not UTF-8.
+    newline: as open() takes it; None makes CRLF and a lone CR \\n."""
     open_file = gzip.open if source.lower().endswith(".gz") else open
     # A bad byte becomes half of a surrogate pair, so it is found in its own line. The decoder
     # would raise for its whole block, before yielding the good lines in front of it.
-    how = dict(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    how = dict(encoding="utf-8", errors="surrogateescape", newline=newline)
     with open_file(source, "rt", **how) as f:
         for number, line in enumerate(f, 1):
-            if encodable(line) != line:
+            if encodable(line) != line or "\0" in line:
                 raise SystemExit(
-                    f"{source}: line {number} is not UTF-8; convert the file, or mend the line")
-            if "\0" in line:
-                raise SystemExit(
-                    f"{source}: line {number} has a NUL, so it is UTF-16 or no text: "
-                    f"iconv -f UTF-16LE -t UTF-8 {source} > utf8.txt")
-            yield number, line
+                    f"{source}: line {number} is not UTF-8, or has a NUL; convert the file (from "
+                    "UTF-16: iconv -f UTF-16LE, or BE, -t UTF-8 FILE > NEW), or mend the line")
+            yield number, line.removeprefix("\ufeff")
 
 
 # ---------- JSON --------------------------------------------------------------
@@ -178,7 +180,8 @@ def parsed(text, source, first):
     except json.JSONDecodeError as e:
         line = first + e.lineno - 1
         raise SystemExit(
-            f"{source}: line {line}, column {e.colno}: {e.msg}; mend the line, or take it out")
+            f"{source}: line {line}, column {e.colno}: {e.msg}; mend the line, or take it out; if "
+            "its object goes on below, write each on one line: jq -c . FILE > NEW")
 
 
 # ---------- CSV and TSV -------------------------------------------------------
@@ -204,16 +207,22 @@ def rows_of_csv(source, delimiter):
             return
         if not fields:  # an empty line
             continue
+        # In many .tsv files quotes are text. There the row could run on to the next quote.
+        if delimiter == "\t" and "\t" in "".join(fields):
+            raise SystemExit(
+                f"{where}: a tab inside a field, in the row that begins there; if quotes are text "
+                "here, put quotes around the field and write its own twice, or make it .jsonl")
         if columns is None:
             columns = fields
+            mark = re.search(r"[;|\t]", fields[0])
+            if mark and len(fields) == 1:
+                raise SystemExit(
+                    f"{where}: {mark[0]!r} separates its columns; save it with {delimiter!r}, or "
+                    "as .jsonl (with tabs: name it .tsv)")
             names = [name for name in columns if name]  # an unnamed one can't be asked for
             if len(set(names)) < len(names):
                 raise SystemExit(f"{where}: two columns have the same name; rename one of them")
             continue
-        if delimiter == "\t" and any("\t" in field for field in fields):
-            raise SystemExit(
-                f"{where}: a tab inside a field, in the row that begins there: if quotes are text "
-                "in this file, write each twice and put quotes around the field, or make it .jsonl")
         # A delimiter at the end of each row is common; more text than columns is a mistake.
         if any(fields[len(columns):]):
             raise SystemExit(

@@ -431,14 +431,14 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
 def test_prepare_takes_files_as_other_programs_write_them(tmp_path):
     """A byte order mark and CRLF; an empty field is null, and "NA" is text; rows without text
     are counted."""
-    table = "\ufefftext,n\r\nNA,1\r\n\"None, \"\"a\"\"\r\nb\",\r\n,2\r\n"
+    table = "\ufefftext,n\r\nNA,1\r\n\"None; \"\"a\"\"\r\nb\",\r\n,2\r\n"
     lines = ['{"text": "a"}', '{"body": "no text"}', '{"text": ""}', '{"text": "b\\r\\n"}',
              '{"text": null}']
     files = {"a.txt": "\ufeffone\r\ntwo\rthree\n", "a.csv": table,
              "A.TSV": table.replace(",", "\t"), "a.jsonl": "\ufeff" + "\r\n".join(lines)}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content.encode())
-    expected = [b"one\ntwo\nthree\n", b"NA", b'None, "a"\r\nb', b"NA", b'None\t "a"\r\nb',
+    expected = [b"one\ntwo\nthree\n", b"NA", b'None; "a"\r\nb', b"NA", b'None; "a"\r\nb',
                 b"a", b"b\r\n"]
     for limit, empty in ((99, 5), (7, 4)):
         out = tmp_path / f"o{limit}"
