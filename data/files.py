@@ -146,15 +146,12 @@ def open_tokens(path):
     try:
         size = path.stat().st_size
         head = np.fromfile(path, np.int32, count=3)
-        with open(path, "rb") as f:
-            if f.read(6) == b"\x93NUMPY":
-                raise SystemExit(
-                    f"{path}: it is NumPy's .npy, renamed; np.load(path).astype(np.uint16).tofile("
-                    "path) writes the tokens alone")
     except OSError as e:
         raise SystemExit(
             f"{path}: {e.strerror}; it must be a file of tokens, made by data/prepare.py or "
             "by the data set's own prepare.py; or pass another --dataset")
+    if head.tobytes().startswith(b"\x93NUMPY"):
+        raise SystemExit(f"{path}: .npy; convert it: np.load(OLD).astype(np.uint16).tofile(NEW)")
     dtype = np.dtype(np.uint16)
     offset = 0
     count = size // dtype.itemsize

@@ -222,7 +222,8 @@ class TokenFiles:
             if largest >= self.vocab_size:
                 raise SystemExit(
                     f"{self.files[file].filename}: token {largest} is beyond vocab_size="
-                    f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
+                    f"{self.vocab_size}; use this model's tokenizer, fix meta.json, or add rows to "
+                    "the model for tokens that were added (transformers: resize_token_embeddings)")
             x[row] = tokens[:-1]
             y[row] = tokens[1:]
             if self.masks:

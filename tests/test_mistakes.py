@@ -69,8 +69,9 @@ train.py TOY
   --dataset=ODD/folder | file of tokens
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again
   --dataset=ODD/list; --dataset=ODD/text; --dataset=ODD/zero | again
-  --dataset=ODD/beyond; --dataset=ODD/names | tokenizer
-  --dataset=ODD/wide; --dataset=ODD/wider; --dataset=ODD/real | np.uint16
+  --dataset=ODD/names | tokenizer
+  --dataset=ODD/beyond | add rows to the model
+  --dataset=ODD/wide; --dataset=ODD/wider; --dataset=ODD/real; --dataset=ODD/npy | np.uint16
   --dataset=ODD/short; --block_size=100000 | lower it
   --freeze=nothing; --freeze=. | names look like transformer.
   --freeze=( | regular expression
@@ -136,6 +137,7 @@ FILES = {  # in latin-1
     "wide/train.bin": "\5\0\0\0\6\0\0\0" * 99,  # int32
     "wider/train.bin": "\5\0\0\0\0\0\0\0\6\0\0\0\0\0\0\0" * 99,  # int64
     "real/train.bin": "\0\0\x80\x3f\0\0\0\x40" * 99,  # float32
+    "npy/train.bin": "\x93NUMPY\1\0v\0" + 118 * " " + "\5\0\6\0" * 99,
     "empty/train.bin": "", "half/train.bin": "\0" * 101, "short/train.bin": "\0" * 32,
     "beyond/train.bin": "\x43\0" * 99}  # tokens of 67
 
