@@ -29,7 +29,7 @@ import sys
 import threading
 import zlib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -137,7 +137,7 @@ def chunks(parts, key):
 
 
 def tokenize(chunks, workers, job):
-    """Yield (chunk, tokens of train and of val as bytes), in order."""
+    """Yield (chunk, encode()'s result), in order."""
     with ProcessPoolExecutor(workers, initializer=die_with_parent) as pool:
         # A generator: each chunk is read, and sent to a worker, only on demand.
         submitted = ((chunk, pool.submit(encode, chunk, job)) for chunk in chunks)
@@ -160,14 +160,15 @@ def die_with_parent():
 
 
 def encode(chunk, job):
-    """The tokens of train and of val, as bytes; runs in a worker."""
+    """The tokens of train and of val, as bytes, and Encoder.seen; runs in a worker."""
     own = encoder(job.tokenizer)
+    own.seen[:] = 0
     parts = bytearray(), bytearray()
     for document in chunk.documents:
         digest = hashlib.sha256(job.key(document).encode()).digest()
         held_out = int.from_bytes(digest[:8], "little") < chunk.val_fraction * 2**64
         parts[held_out].extend(job.encode(document, own).tobytes())
-    return parts
+    return *parts, own.seen
 
 
 # ---------- from tokens to files ----------------------------------------------
@@ -232,7 +233,7 @@ class Shards:
         return chunks
 
     def add(self, chunk, parts):
-        """Add tokenize()'s results, and write a shard if it is full."""
+        """Add a chunk's tokens of train and of val, and write a shard if it is full."""
         for waiting, part in zip(self.waiting.values(), parts):
             waiting.extend(part)
         self.last = chunk
@@ -325,8 +326,8 @@ def write_small(out, train, val, **meta):
 
 @contextmanager
 def output_directory(out):
-    """Make the directory, and remove it again if nothing was written. Inside, Ctrl-C and disk
-    errors become a SystemExit."""
+    """Make the directory, and remove it again if nothing was written. Inside, Ctrl-C, disk
+    errors and a killed worker become a SystemExit."""
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -334,6 +335,10 @@ def output_directory(out):
         yield
     except KeyboardInterrupt:
         raise SystemExit(f"{out}: stopped; start it again, and it goes on")
+    except (BrokenProcessPool, MemoryError):
+        raise SystemExit(
+            f"{out}: a worker was killed, mostly because the machine's memory ran out; start it "
+            "again with fewer --workers, or cut the longest documents")
     except OSError as e:
         reason = e.strerror or e
         raise SystemExit(
@@ -452,10 +457,12 @@ def prepare(args, job, own, out):
     if args.val_split:  # val comes first, so that the first shard has it
         parts = [(1, documents(args, args.val_split, job.document)), (0, train)]
     left = shards.left(chunks(parts, job.key))
+    seen = np.zeros(2, int)
     from tqdm import tqdm
     with tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
-        for chunk, tokens in tokenize(left, args.workers, job):
+        for chunk, (*tokens, more) in tokenize(left, args.workers, job):
             shards.add(chunk, tokens)
+            seen += more
             bar.update(sum(map(len, tokens)) // job.item.itemsize)
 
     # Copy the tokenizer's files too, so that the directory is complete when it moves.
@@ -463,6 +470,9 @@ def prepare(args, job, own, out):
     meta = {"vocab_size": own.vocab_size, "tokenizer": own.name, **job.meta}
     files["meta.json"] = [json.dumps(meta).encode()]
     shards.finish(files)
+    if seen[1]:
+        print(f"{out}: about {100 * seen[1] / seen[0]:.3g}% of the characters are lost: this "
+              "tokenizer has its unknown token for them, or none; a byte-level one loses nothing")
 
 
 def comparable(args):

@@ -88,6 +88,8 @@ class Encoder(NamedTuple):
     vocab_size: int
     name: str  # in meta.json
     files: dict = {}  # {name: path}, to be copied next to the tokens
+    encoding: Any = None  # of a tokenizer.json: function, see hf_tokenizer.encode
+    seen: Any = np.zeros(2, int)  # characters of a chunk, and about how many are lost
 
 
 @cache  # prepare.py's workers call it for each chunk

@@ -9,7 +9,11 @@ prepare.py copies these files beside the tokens, so the directory stays whole wh
 
 import json
 import os
+import re
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from data.tokenizer import TOKENIZER, Encoder
 
@@ -21,6 +25,7 @@ BESIDE = (
 )
 # How models name their end of a document, if no tokenizer_config.json says it.
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
+PIECE = 100_000  # characters: the library takes 150 bytes of memory for each
 
 
 def encoder_of(name):
@@ -29,7 +34,6 @@ def encoder_of(name):
     if not file.is_file():
         file = Path(local_copy("tokenizer", name, "tokenizer*.json", *BESIDE), TOKENIZER)
     hf, vocab_size = open_tokenizer(str(file))
-    hf.encode_special_tokens = True  # as text: a document may write </s> for struck-through HTML
     config = file.with_name("tokenizer_config.json")
     eos = None
     if config.exists():
@@ -40,12 +44,16 @@ def encoder_of(name):
     if not known:
         raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
     beside = [path for path in map(file.with_name, BESIDE) if path.exists()]
+    seen = np.zeros(2, int)
+    encoding = partial(encode, hf, seen)
     return Encoder(
-        lambda text: hf.encode(text).ids,
+        partial(encode_pieces, encoding, pieces_of(hf)),
         hf.token_to_id(known[0]),
         vocab_size,
         name=TOKENIZER,
         files={TOKENIZER: file, **{path.name: path for path in beside}},
+        encoding=encoding,
+        seen=seen,
     )
 
 
@@ -56,11 +64,68 @@ def open_tokenizer(file):
         hf = Tokenizer.from_file(file)
     except Exception as e:  # the library raises plain Exceptions
         raise SystemExit(
-            f"{file}: not a tokenizer of the library (pip install tokenizers): {e}")
+            f"{file}: not a tokenizer.json (pip install tokenizers): {e}; from other files "
+            "transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")
     # Some files ask for both, for batches; a document is taken whole.
     hf.no_truncation()
     hf.no_padding()
     return hf, max(hf.get_vocab().values()) + 1
+
+
+# ---------- from text to tokens -----------------------------------------------
+
+
+def encode(hf, seen, text, has_special_tokens=False, is_start=True):
+    """The library's Encoding of a text. Special tokens in it are text, as the </s> of HTML is,
+    unless a chat template wrote it. seen: Encoder.seen, to which this adds."""
+    hf.encode_special_tokens = not has_special_tokens
+    found = hf.encode(text, add_special_tokens=is_start and not has_special_tokens)
+    seen += len(text), lost(hf, text, found)
+    return found
+
+
+def encode_pieces(encoding, pieces, text):
+    """A text's tokens, encoded in pieces to save memory. pieces: pieces_of()'s pattern."""
+    parts = (encoding(piece[0], is_start=piece.start() == 0) for piece in pieces.finditer(text))
+    return np.concatenate([np.array(part.ids, np.uint32) for part in parts])
+
+
+def pieces_of(hf):
+    """A pattern that matches the pieces of a text. Their tokens together are the text's, since a
+    piece ends between a letter or digit and white space, where most tokenizers split. (It can't
+    end after white space: GPT-2's splits two line ends only if text follows.) With any other
+    tokenizer, such as Llama 2's, the text is one piece."""
+    spaces = "".join(space for space in " \n" if splits_before(hf, space))
+    cut = rf".{{{PIECE},}}?[^\W_](?=[{spaces}])|" if spaces else ""
+    return re.compile(cut + ".+|^$", re.DOTALL)
+
+
+def splits_before(hf, space):
+    """True if the tokenizer splits a text between a letter or digit and this white space, and
+    both sides have the same tokens when they are encoded alone."""
+    for left, right in (("a", "b"), ("1", "2"), ("b", space + "c"), ("\u00e9", ".")):
+        whole = left + space + right
+        splits = hf.pre_tokenizer.pre_tokenize_str(whole) if hf.pre_tokenizer else []
+        alone = hf.encode(left).ids + hf.encode(space + right, add_special_tokens=False).ids
+        if len(left) not in [end for _, (_, end) in splits] or hf.encode(whole).ids != alone:
+            return False
+    return True
+
+
+def lost(hf, text, found):
+    """About how many characters of a text have the unknown token or none, by a sample of them.
+    White space is not lost, nor what the tokenizer's normalizer changes or leaves out."""
+    unknown = hf.token_to_id(getattr(hf.model, "unk_token", "<unk>") or "")
+    ids = found.ids
+    step = len(text) // 100 + 7
+    tokens = [(i, found.char_to_token(i)) for i in range(step // 2, len(text), step)]
+    chars = [text[i] for i, token in tokens if token is None or ids[token] == unknown]
+    if chars and hf.normalizer:
+        text = hf.normalizer.normalize_str(text)
+    return step * sum(char in text and not char.isspace() for char in chars)
+
+
+# ---------- files -------------------------------------------------------------
 
 
 def local_copy(key, name, *patterns):

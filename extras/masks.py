@@ -11,7 +11,7 @@ It is data/prepare.py with three more options. Beside each .bin lies a .mask: on
 
 import re
 import sys
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from data import prepare  # noqa: E402
 from data.documents import COLUMN, value  # noqa: E402
 from data.files import open_masks, open_split  # noqa: E402
-from data.tokenizer import TOKENIZER, gpt2_bpe  # noqa: E402
+from data.tokenizer import gpt2_bpe  # noqa: E402
 from extras.chat import Chat, Document, chat_of, chat_template  # noqa: E402
-from extras.hf_tokenizer import open_tokenizer  # noqa: E402
 
 
 def main(*args, **options):
@@ -136,22 +135,14 @@ def render(template, learned, row, where):
 
 def places_of(text, own, has_special_tokens):
     """(ids, [(start, end)]): the tokens of a text, and the characters that each stands for."""
-    if TOKENIZER in own.files:
-        hf = opened(own.files[TOKENIZER])
-        hf.encode_special_tokens = not has_special_tokens  # a column's text is text
-        found = hf.encode(text, add_special_tokens=not has_special_tokens)
+    if own.encoding:
+        found = own.encoding(text, has_special_tokens)
         return found.ids, found.offsets
     ids = own.encode(text)
     sizes = [1] * len(ids)
     if own.name == "gpt2":
         sizes = map(len, gpt2_bpe().decode_tokens_bytes(ids))
     return ids, places_of_pieces(text, sizes)
-
-
-@cache  # a worker asks for each document
-def opened(file):
-    hf, _ = open_tokenizer(str(file))
-    return hf
 
 
 def places_of_pieces(text, sizes):

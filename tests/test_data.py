@@ -25,6 +25,7 @@ import sys
 import time
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from glob import glob
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -383,7 +384,7 @@ def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
     """By SHA-256, not by Python's hash, which each process seeds anew."""
     docs = [f"document {i}" for i in range(20)]
     chunk, = prepare_py.chunks([(0.3, docs)], JOB.key)
-    _, val = prepare_py.encode(chunk, JOB)
+    _, val, _ = prepare_py.encode(chunk, JOB)
     numbers = [int(text.split()[1]) for text in split_documents(np.frombuffer(val, np.uint16))]
     assert numbers == [5, 6, 9, 11, 12, 14]
 
@@ -498,6 +499,18 @@ def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path, path):
     assert files == {"meta.json", "train.bin", "val.bin"}
 
 
+class Killed(prepare_py.Job):
+    def encode(self, document, own):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_prepare_says_in_one_line_that_a_worker_was_killed(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    argv = ["x", tmp_path / "a.txt", "--tokenizer=bytes", f"--out={tmp_path}/o"]
+    line = refused(run_prepare, argv, partial(prepare_py.main, job_of=Killed))
+    assert "memory ran out" in line and "--workers" in line and not (tmp_path / "o").exists()
+
+
 def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
     """Short documents go to a worker together, and long ones do not pile up in memory."""
     for lengths, expected in (([3 << 20, 9, 8], [1, 2]), ([1 << 18] * 9, [4, 4, 1])):
@@ -508,7 +521,8 @@ def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
     read = []
     docs = (read.append(letter) or letter * (1 << 20) for letter in "abcdefgh")
     found = []
-    for chunk, parts in prepare_py.tokenize(prepare_py.chunks([(0.5, docs)], JOB.key), 1, JOB):
+    chunks = prepare_py.chunks([(0.5, docs)], JOB.key)
+    for chunk, (*parts, _) in prepare_py.tokenize(chunks, 1, JOB):
         tokens = [np.frombuffer(part, np.uint16) for part in parts]
         found += [doc[:1].decode() for doc in split_documents(np.concatenate(tokens))]
         assert len(read) < chunk.rows + 5  # for one worker 4 wait

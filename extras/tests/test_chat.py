@@ -6,18 +6,22 @@ Which tokens of a chat are learned (extras/chat.py), and other data that only ex
 
 import itertools
 import json
+import random
+import re
 import shutil
 from glob import glob
 
 import numpy as np
 import pytest
 from harness import HERE, copied, refused, script, shell
-from test_data import prepare, prepared, split_documents, write_jsonl
+from test_data import prepare, prepared, run_prepare, split_documents, write_jsonl
 from test_learn import COMMAND, documents_of, job, require_masks_of_a_column
 
+from data import prepare as prepare_py
 from data.documents import rows
 from data.files import open_masks, open_split
 from data.tokenizer import encoder
+from extras import chat, hf_tokenizer, masks
 from extras.chat import chat_of, message
 
 transformers = pytest.importorskip("transformers")
@@ -59,21 +63,22 @@ THINKS = CHATML.replace(
 FORGETS = CHATML.replace(PROMPT, PROMPT.replace("assistant\n", "assistant\n<think>"))
 
 
-def make(path, template, end="<|im_end|>", metaspace=False, trim=True, last=""):
+def make(path, template, end="<|im_end|>", metaspace=False, trim=True, last="", **parts):
     """A tokenizer trained on the spot, with a chat template, as a model's directory has it.
-    last: a special token that it puts behind each text."""
+    last: a special token that it puts behind each text. parts: others than those below."""
     kind = tokenizers.pre_tokenizers.Metaspace() if metaspace else \
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     hf = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=metaspace))
-    hf.pre_tokenizer = kind
+    for part, value in {"pre_tokenizer": kind, **parts}.items():
+        setattr(hf, part, value)
     hf.decoder = tokenizers.decoders.ByteFallback() if metaspace else \
         tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>", "<|start|>",
                "<|stop|>", "<|eot|>"]
     bytes_ = [f"<0x{i:02X}>" for i in range(256)] if metaspace else []
-    hf.train_from_iterator(["Be brief", "the sun", "who is it? ", ". \n\n", "Yes: Yes"] * 9,
-                           tokenizers.trainers.BpeTrainer(
+    texts = ["Be brief", "the sun", "who is it? ", ". \n\n", "Yes: Yes", ".\n", "_\n"]
+    hf.train_from_iterator(texts * 9, tokenizers.trainers.BpeTrainer(
         vocab_size=700, special_tokens=special + bytes_, show_progress=False,
         initial_alphabet=alphabet if not metaspace else []))
     # As Llama 3's: a text begins with <s>, and a token's place in it is without its spaces.
@@ -248,6 +253,97 @@ def test_learn_masks_a_columns_characters_by_a_file_s_tokenizer(tmp_path, name):
     require_masks_of_a_column(
         encoder(str(tmp_path / name)), lambda token: len(hf.id_to_token(token)),
         begins=1, ends=name == "ends")
+
+
+def test_special_tokens_in_a_column_are_text_and_in_a_template_they_are_not(tmp_path):
+    hf = make(tmp_path / "t", CHATML)
+    own = encoder(str(tmp_path / "t"))
+    text = "the </s>sun</s>, <|im_end|>"
+    for _ in range(2):  # a chat in between changes nothing
+        for ids in (own.encode(text), masks.places_of(text, own, False)[0]):
+            assert hf.decode(list(ids), skip_special_tokens=True) == text
+        ids, _ = masks.places_of(text, own, has_special_tokens=True)
+        assert ids == hf.encode(text, add_special_tokens=False).ids
+        assert ids.count(own.end) == 1
+
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+@pytest.mark.parametrize("name, cuts", [
+    ("gpt2", " \n"), ("llama3", " \n"), ("words", " \n"), ("prefix", " "), ("metaspace", " "),
+    ("whole", ""), ("llama2", ""), ("ends", "")])
+def test_a_long_text_has_the_same_tokens_in_pieces(tmp_path, monkeypatch, name, cuts):
+    """Cut before the white space where the tokenizer splits whatever stands there."""
+    pre, norm = tokenizers.pre_tokenizers, tokenizers.normalizers
+    whole = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated")
+    llama2 = norm.Sequence([norm.Prepend("\u2581"), norm.Replace(" ", "\u2581")])
+    hf = make(tmp_path / "t", CHATML, **dict(
+        gpt2={},
+        llama3=dict(pre_tokenizer=pre.Sequence([split, whole])),
+        words=dict(pre_tokenizer=pre.Whitespace()),
+        prefix=dict(pre_tokenizer=pre.ByteLevel(add_prefix_space=True)),
+        metaspace=dict(metaspace=True),
+        whole=dict(pre_tokenizer=whole),
+        llama2=dict(metaspace=True, pre_tokenizer=None, normalizer=llama2),
+        ends=dict(last="<|im_end|>"),
+    )[name])
+    hf.encode_special_tokens = True
+    monkeypatch.setattr(hf_tokenizer, "PIECE", 50)
+    own = hf_tokenizer.encoder_of(str(tmp_path / "t"))
+    letters = "aB1_ \n\t\r.'s/-\u00e9\u0301\u65e5\u3002\u00a0\u3000\U0001f31e"
+    odd = "".join(random.Random(0).choices(letters, k=9000))
+    with open(chat.__file__) as f:
+        code = f.read()
+    for text in ("", odd, code, code.replace("\n", "\r\n"), code.replace(" ", "")):
+        found = hf.encode(text)
+        ids, places = masks.places_of(text, own, False)
+        assert own.encode(text).tolist() == ids == found.ids
+        assert places == found.offsets
+    pieces = hf_tokenizer.pieces_of(hf).findall(odd)
+    assert {piece[0] for piece in pieces[1:]} == {*cuts} and "".join(pieces) == odd
+
+
+@pytest.mark.parametrize("name, text, share", [
+    ("bpe", "ab \u65e5", 20), ("bpe", "ab cb", 17), ("words", "ab \u65e5", 20), ("words", "ab", 0),
+    ("bytes", "ab \u65e5 \U0001f31e \0", 0), ("fallback", "ab \u65e5 \U0001f31e", 0),
+    ("normal", "a\u0301b\t\uff21\u00a0 \1b e\u0302", 0), ("normal", "ab \u65e5", 20)])
+def test_prepare_says_once_how_much_of_the_text_is_lost(tmp_path, monkeypatch, capsys, name, text,
+                                                        share):
+    """Characters that a tokenizer drops, or has its unknown token for; not those that it
+    normalizes."""
+    models, trainers = tokenizers.models, tokenizers.trainers
+    special = ["</s>", "<unk>", "[UNK]"]
+    how = dict(special_tokens=special, show_progress=False, vocab_size=300)
+    kinds = {  # the model, its trainer, and what it learns
+        "bpe": (models.BPE(), trainers.BpeTrainer(**how), "ab"),
+        "words": (models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer(**how), "ab"),
+        "normal": (models.Unigram(), trainers.UnigramTrainer(unk_token="<unk>", **how),
+                   "\u00e1b a\u00ea")}
+    path = tmp_path / "t"
+    if name in kinds:
+        model, trainer, learned = kinds[name]
+        hf = tokenizers.Tokenizer(model)
+        hf.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        if name == "normal":
+            norm = tokenizers.normalizers
+            hf.normalizer = norm.Sequence([norm.Nmt(), norm.NFKC(), norm.Lowercase()])
+            hf.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        hf.train_from_iterator([learned] * 9, trainer)
+        path.mkdir()
+        hf.save(str(path / "tokenizer.json"))
+    else:
+        make(path, CHATML, metaspace=name == "fallback")
+    monkeypatch.setattr(prepare_py, "CHUNK", 900)
+    docs = [f"{text} " * 600] * 4
+    docs += ["ab " * (len(docs[0]) // 3)] * 4  # of these nothing
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in docs])
+    run_prepare(["x", source, f"--tokenizer={path}", "--workers=1", f"--out={tmp_path}/o"])
+    said = re.findall(r"about (\S+)% of the characters are lost", capsys.readouterr().out)
+    assert [*map(float, said)] == ([pytest.approx(share / 2, abs=1)] if share else [])
 
 
 def test_every_prepare_of_extras_runs_and_has_help():

@@ -37,7 +37,7 @@ from checkpoint import Source
 from configurator import load_config, resolve
 from data import loader
 from data.tokenizer import encoder
-from extras import huggingface
+from extras import hf_tokenizer, huggingface
 from extras.huggingface import KEPT, export, open_pretrained, understand
 from ranks import setup
 
@@ -162,11 +162,18 @@ def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, name, 
     export(source, str(tmp_path))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [*TEXTS, *map(read_source, ("train.py", "extras/tests/test_chat.py"))]
+    texts.append(texts[-1].replace("\n", "\r\n"))
     for text in texts:
         assert theirs(text)["input_ids"] == list(encode(text))
         assert theirs.decode(encode(text)) == text
     end = {50304: 50256, 257: 256, 256: None}[vocab_size]
     assert theirs.eos_token_id == end
+    if end:  # prepare.py encodes a long text piece by piece
+        monkeypatch.setattr(hf_tokenizer, "PIECE", 50)
+        own = hf_tokenizer.encoder_of(str(tmp_path))
+        for text in texts:
+            assert own.encode(text).tolist() == list(encode(text))
+        assert own.seen[1] == 0
     for file in kept:  # a text ends with it too
         ends = json.loads((tmp_path / file).read_text())["eos_token_id"]
         assert ends == (7 if end is None else [end, 7])

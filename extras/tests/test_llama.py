@@ -220,7 +220,7 @@ def make_tokenizer(path, end="</s>", more=()):
     hf.train_from_iterator(SENTENCES, tokenizers.trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<s>", end], show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    hf.add_special_tokens([tokenizers.AddedToken(token) for token in more])
+    hf.add_tokens(list(more))
     hf.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", hf.token_to_id("<s>"))])
     os.makedirs(path, exist_ok=True)
@@ -329,7 +329,7 @@ def tokens_of(text, path):
     args = SimpleNamespace(tokenizer=str(path), template=None, column="text")
     job = Job(args, encoder(str(path)))
     chunk, = chunks([(0.5, [text])], job.key)
-    parts = encode(chunk, job)
+    *parts, _ = encode(chunk, job)
     return np.frombuffer(b"".join(parts), np.uint16).tolist()
 
 

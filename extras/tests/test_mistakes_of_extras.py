@@ -51,5 +51,6 @@ extras/huggingface.py
   ODD/nothing ODD/nothing | no checkpoint
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/a.txt --tokenizer=ODD/tokenizer.json | tokenizers
+  ODD/a.txt --tokenizer=ODD/folder; ODD/a.txt --tokenizer=ODD/bad.txt | .save_pretrained(DIR)
   ODD/a.txt --tokenizer=ODD/none.json | local directory
 """
