@@ -26,7 +26,6 @@ ROLES = {"human": "user", "gpt": "assistant"}  # {ShareGPT's name: that of the t
 OTHER_ROLES = ("system", "developer", "user", "tool", "function")
 
 
-
 @dataclass
 class Document:
     text: str
@@ -48,7 +47,6 @@ class Chat:
     """A conversation, before a template writes it: workers do that."""
 
     messages: list  # [{role, content}]
-    learned: list  # [bool]: False for an assistant's turn that its row leaves out
 
     @property
     def key(self):
@@ -58,7 +56,7 @@ class Chat:
     def parts(self, encoder):
         """[Document]: the whole conversation, or each of its turns if the template writes
         earlier ones differently."""
-        return turns(self.messages, self.learned, chat_template(encoder))
+        return turns(self.messages, chat_template(encoder))
 
 
 # ---------- from rows to messages ---------------------------------------------
@@ -80,25 +78,19 @@ def chat_of(column, row, where):
     roles = {one["role"] for one in messages}
     if "assistant" not in roles and roles.difference(OTHER_ROLES):
         raise SystemExit(
-            f"{where}: nobody in this chat is the assistant, its roles are "
-            f"{', '.join(sorted(roles))}; call the one to learn assistant (or gpt)")
-    learned = [is_learned(one) for one in found]
+            f"{where}: no turn of an assistant, the roles are {', '.join(sorted(roles))}; call the "
+            "one to learn assistant (or gpt)")
     # A first turn of the assistant has no prompt, so nothing teaches the model to say it.
-    learned[:1] = [False] * len(learned[:1])
-    if not any(one["role"] == "assistant" and is_in for one, is_in in zip(messages, learned)):
-        return None
-    return Chat(messages, learned)
+    return Chat(messages) if any(map(is_learned, messages[1:])) else None
 
 
-def is_learned(one):
-    """False if a message says that it is not to be learned: "weight": 0, as OpenAI's format has
-    it, or "train": false."""
-    values = [str(one.get(key)).lower() for key in ("weight", "train")]
-    return not {"0", "0.0", "false"}.intersection(values)
+def is_learned(message):
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def message(one, where):
-    """{role, content} of {role, content} or of ShareGPT's {from, value}."""
+    """{role, content} of {role, content} or of ShareGPT's {from, value}; and "weight": 0 if it is
+    not to be learned."""
     try:
         role = one.get("role") or one["from"]
         content = one.get("content")
@@ -116,6 +108,9 @@ def message(one, where):
             "with images, tool calls or messages of another form")
     # Some templates know more, such as reasoning_content.
     more = {key: encodable(value) for key, value in one.items() if type(value) is str}
+    # OpenAI's "weight", others' "train": as a file writes them, or of the hub's types.
+    if {"0", "0.0", "false"} & {str(one.get(key)).lower() for key in ("weight", "train")}:
+        more["weight"] = 0
     return {**more, "role": ROLES.get(role, role), "content": encodable(content or "")}
 
 
@@ -155,13 +150,13 @@ def open_template(file):
     return Template(render, tuple(theirs.get_added_vocab()))
 
 
-def turns(messages, learned, template):
+def turns(messages, template):
     """[Document]: see Chat.parts. The spans are what the assistant says."""
     found = []
     try:
         whole = template.render(messages)
         for i, one in enumerate(messages):
-            if one["role"] == "assistant" and learned[i]:
+            if i > 0 and is_learned(one):
                 prompt = template.render(messages[:i], add_generation_prompt=True)
                 text = template.render(messages[:i + 1])
                 if not text.startswith(prompt):

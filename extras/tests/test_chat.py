@@ -126,6 +126,7 @@ SAID = [" Me:\n\u00e9t\u00e9 \U0001f31e. ", "Yes"]
     ("plain", PLAIN, ALL, [f" {said}\n" for said in SAID]),
     ("greeting", CHATML, [YES, *ALL[1:]], [said + "<|im_end|>" for said in SAID]),
     ("unanswered", CHATML, ALL[:-1], [SAID[0] + "<|im_end|>"]),
+    ("left out", CHATML, [HI, {**HELLO, "weight": 0}, SUN, YES], [SAID[1] + "<|im_end|>"]),
     ("twice", CHATML, [HI, HELLO, YES], [said + "<|im_end|>" for said in SAID]),
 ])
 def test_chat_learns_what_the_assistant_says(tmp_path, name, template, messages, expected):
@@ -159,6 +160,8 @@ def test_chat_whose_template_rewrites_earlier_turns_becomes_one_document_a_turn(
             return hf.decode(ids, skip_special_tokens=False)
 
         assert learned_parts(tokens, decode) == [f"<think></think>{said}<|im_end|>"]
+    left_out, = masked([*ALL[:4], {**YES, "train": False}], tmp_path / "t")
+    assert left_out.tolist() == documents[0].tolist()
 
 
 def test_chat_rows_are_messages_or_sharegpts(tmp_path):
@@ -178,8 +181,13 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
     both = {"role": None, "content": None, "from": "gpt", "value": "x"}  # of a file with both
     assert message(both, "")["content"] == "x"
     assert chat_of("other", {"other": rows[0]["messages"]}, "").messages == ALL[1:]
-    for nothing in ([], None, [HI], [HELLO, HI]):  # nobody asked for the first turn
+    for nothing in ([], None, [HI], [HELLO, HI],  # nobody asked for the first turn
+                    [HI, {**HELLO, "weight": 0.0}]):
         assert chat_of("text", {"messages": nothing}, "") is None
+    bots = [{"from": "human", "value": "Hi"}, {"from": "bot", "value": "x"}]
+    for talk, roles in ((bots, "bot, user"), ([HI, {**YES, "role": "model"}], "model, user")):
+        line = refused(chat_of, "text", {"messages": talk}, "row 7")
+        assert "row 7: " in line and f"the roles are {roles}; call" in line
     for row, remedy in (({"body": ""}, '{"messages": [...]}'),
                         ({"id": 1, "talk": [HI]}, "--column for one of talk")):
         line = refused(chat_of, "text", row, "row 7")
@@ -212,11 +220,15 @@ def test_chat_rows_of_a_file_of_several_kinds(tmp_path, by):
 
 
 def test_chat_reads_what_a_file_says(tmp_path):
-    """Half of a surrogate pair is ?; a number is no text; a later row may have no column."""
+    """Half of a surrogate pair is ?; a number is no text; a later row may have no column; of a
+    turn it may say that it is not learned."""
     path = tmp_path / "a.jsonl"
     chat = '{"messages": [{"role": "user", "content": %s}, {"role": "assistant", "content": "b"}]}'
-    path.write_text("\n".join([chat % r'"a\ud800"', '{"n": 1}', chat % "1e5"]))
-    (_, first), (_, second), (where, third) = rows(str(path), "train", None)
+    left_out = [chat.replace('"b"', f'"b", {key}') % '"a"' for key in (
+        '"weight": 0', '"weight": 0.0', '"train": false', '"weight": null, "train": false')]
+    path.write_text("\n".join([chat % r'"a\ud800"', '{"n": 1}', chat % "1e5", *left_out]))
+    (_, first), (_, second), (where, third), *others = rows(str(path), "train", None)
+    assert [chat_of("text", row, "") for _, row in others] == [None] * len(left_out)
     assert chat_of("text", first, "").messages[0]["content"] == "a?"
     assert chat_of("text", second, "") is None
     assert f"{path}: line 3: " in refused(chat_of, "text", third, where)
