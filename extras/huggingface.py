@@ -17,7 +17,6 @@ import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import asdict, replace
-from glob import glob
 from pathlib import Path
 
 import torch
@@ -114,6 +113,7 @@ PEFT = dict(
 # Files that say where text ends and how chats are written. A checkpoint keeps their text,
 # since an export needs them again.
 KEPT = ("config.json", "generation_config.json", *BESIDE)
+WEIGHTS = r"(model|adapter_).*\.safetensors(\.index\.json)?|adapter_config\.json"
 
 
 # ---------- in ----------------------------------------------------------------
@@ -171,20 +171,16 @@ def open_pretrained(name, key="init_from"):
 
 def weight_files(path):
     """The files with a model's weights, as transformers chooses them: model.safetensors, else
-    those that the index names. An older save's shards may lie beside either. Without both: all
-    shards."""
+    those that the index names, since an older save's shards may lie there too. All shards only
+    if there is neither."""
     whole = path / "model.safetensors"
     index = path / "model.safetensors.index.json"
     if whole.exists():
         return [whole]
-    if not index.exists():
-        return sorted(path.glob("model-*-of-*.safetensors")) or [whole]
-    names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    files = [path / os.path.basename(name) for name in names]
-    missing = [file for file in files if not file.exists()]
-    if missing:
-        raise SystemExit(f"{missing[0]}: it is missing, and {index.name} names it; copy it there")
-    return files
+    if index.exists():
+        names = json.loads(index.read_text("utf-8"))["weight_map"].values()
+        return sorted({path / os.path.basename(name) for name in names})
+    return sorted(path.glob("model-*-of-*.safetensors")) or [whole]
 
 
 def open_adapter(path, safe_open):
@@ -282,12 +278,6 @@ def rotary(theirs):
 def export(source, path, dtype="float32"):
     """Write a directory that transformers opens, with equal logits. It takes host memory
     for the whole model."""
-    old = sorted(glob("model-*-of-*.safetensors", root_dir=path))
-    old += glob("model.safetensors.index.json", root_dir=path)
-    if old:
-        raise SystemExit(
-            f"{path} has another model's {old[0]}, which some programs would read beside this "
-            "model.safetensors; remove its shards and their index, or pass another directory")
     if source.base:
         source = merged(source)
     config = their_config(source, dtype)
@@ -355,9 +345,15 @@ def export_adapter(source, path):
 
 
 def write_directory(path, files):
-    """Write {file: content}. SystemExit if the disk refuses."""
+    """Write {file: content}. SystemExit if other weights are there, which a program might read
+    instead, or if the disk refuses."""
     try:
         os.makedirs(path, exist_ok=True)
+        others = {file for file in os.listdir(path) if re.fullmatch(WEIGHTS, file)} - set(files)
+        if others:
+            raise SystemExit(
+                f"{path}: other weights are here ({', '.join(sorted(others)[:3])}); move them "
+                "away, or pass another directory")
         write_files(path, {file: [content] for file, content in files.items()})
     except OSError as e:
         raise SystemExit(cannot_write(path, e))

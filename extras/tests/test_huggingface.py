@@ -210,6 +210,12 @@ def test_huggingface_on_a_full_disk_is_one_line(tmp, tmp_path):
 def test_huggingface_out_mistakes_are_one_clear_line(tmp_path):
     source = source_of(plain_gpt())
     assert "cannot write /proc/x" in refused(export, source, "/proc/x")
+    make_hf(tmp_path, "llama3")
+    (tmp_path / "adapter_config.json").touch()
+    there = sorted(os.listdir(tmp_path))
+    line = refused(export, source, str(tmp_path))
+    assert f"{tmp_path}: other weights are here (adapter_config.json, model-00001-of" in line
+    assert sorted(os.listdir(tmp_path)) == there
     source.header["config"] = {"model": "moe"}
     assert "model=moe" in refused(export, source, str(tmp_path))
 
@@ -227,7 +233,28 @@ def lost_shard(path):
     edited(n_layer=4)(path)
 
 
+def old_shards(path):
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (path / name).write_text("old")
+
+
+def indexed(*names):
+    """An edit: the index names these files, the first of which is there, and so is an old one."""
+    def edit(path):
+        old_shards(path)
+        os.rename(path / "model.safetensors", path / names[0])
+        text = json.dumps({"weight_map": dict(enumerate(names))})
+        (path / "model.safetensors.index.json").write_text(text)
+    return edit
+
+
 @pytest.mark.parametrize("edit, flags, message", [
+    (old_shards, "", None),
+    (indexed("model-00001-of-00001.safetensors"), "", None),
+    (indexed("model-1-of-2.safetensors", "model-2-of-2.safetensors"), "", "model-2-of-2.safet"),
+    (indexed("../outside.safetensors"), "", "No such file"),  # what a file says is no path
+    (lambda path: os.rename(path / "model.safetensors", path / "model.safetensors.index.json"), "",
+     "cannot be read as a Hugging"),
     (edited(n_embd=30.0, n_layer=3.0), "", None),
     (edited(), "--n_layer=3 --dropout=0.1", None),
     (edited(n_layer=2.5), "", "n_layer=2.5 must be a whole number"),
