@@ -499,15 +499,18 @@ def test_prepare_on_a_full_disk_is_one_clear_line(tmp_path, path):
     assert files == {"meta.json", "train.bin", "val.bin"}
 
 
-class Killed(prepare_py.Job):
+class OutOfMemory(prepare_py.Job):
     def encode(self, document, own):
+        if document == "full":
+            raise MemoryError
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_prepare_says_in_one_line_that_a_worker_was_killed(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
+@pytest.mark.parametrize("text", ["full", "killed"])
+def test_prepare_says_in_one_line_that_a_worker_had_no_memory(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
     argv = ["x", tmp_path / "a.txt", "--tokenizer=bytes", f"--out={tmp_path}/o"]
-    line = refused(run_prepare, argv, partial(prepare_py.main, job_of=Killed))
+    line = refused(run_prepare, argv, partial(prepare_py.main, job_of=OutOfMemory))
     assert "memory ran out" in line and "--workers" in line and not (tmp_path / "o").exists()
 
 
