@@ -115,6 +115,8 @@ def splits_before(hf, space):
 def lost(hf, text, found):
     """About how many characters of a text have the unknown token or none, by a sample of them.
     White space is not lost, nor what the tokenizer's normalizer changes or leaves out."""
+    if len(hf.encode("\U0010fffd", add_special_tokens=False)) > 3:  # it falls back to bytes
+        return 0
     unknown = hf.token_to_id(getattr(hf.model, "unk_token", "<unk>") or "")
     ids = found.ids
     step = len(text) // 100 + 7
