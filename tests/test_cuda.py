@@ -22,7 +22,6 @@ import harness
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from commands import read
 from harness import (
     DEVICES,
@@ -341,15 +340,6 @@ def test_cuda_gathers_run_beside_computation(tmp, device):
 # ---------- parts, on any machine ---------------------------------------------
 
 
-def test_cuda_memory_that_is_logged_is_of_the_steps(tmp):
-    with patch.object(torch.cuda, "reset_peak_memory_stats") as reset:
-        metrics.Log(tiny(tmp), ranks.World(), "", None, 0)
-        assert not reset.called
-        with patch.object(metrics, "peak_flops", lambda device: None):
-            metrics.Log(tiny(tmp), ranks.World(device=CUDA), "", None, 0)
-    reset.assert_called_once_with(CUDA)
-
-
 def test_cuda_pause_of_the_log_begins_when_what_is_queued_is_done(tmp, monkeypatch):
     """The steps since the last line wait on the GPU: their time is no part of the evaluation's."""
     clock = [0]
@@ -367,28 +357,6 @@ def test_cuda_pause_of_the_log_begins_when_what_is_queued_is_done(tmp, monkeypat
         with log.paused():
             clock[0] += 100
         assert clock[0] - log.since == seconds
-
-
-def case_load():
-    """What a rank calls, in order, while it loads a full checkpoint."""
-    world, calls = ranks.setup("cpu", "auto"), []
-    patient = ranks.patient_group()
-    model = torch.nn.Linear(2, 3)
-    model.config = None
-    values = {"model.weight": torch.ones(3, 2), "model.bias": torch.ones(3)}
-    shapes = {key: tuple(t.shape) for key, t in values.items()}
-    source = checkpoint.Source(
-        "ckpt.pt", {}, shapes, lambda key: calls.append("read") or values[key])
-    with patch.object(dist, "barrier", lambda group: calls.append(
-            "patient barrier" if group is patient else "barrier")):
-        checkpoint.load(source, model, None, world)
-    return calls
-
-
-def test_cuda_waits_for_the_slowest_disk_once_all_is_loaded():
-    """NCCL's watchdog gives a collective ten minutes from when a rank enqueues it."""
-    for calls in values(on_ranks(2, {"": (case_load, {})}), ""):
-        assert calls == ["read", "read", "patient barrier"]
 
 
 def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):

@@ -1,5 +1,5 @@
 """
-sample.py, eval_only, and what a run logs.
+sample.py, and what a run logs.
 
     python -m pytest -q tests/test_tools.py
 """
@@ -42,7 +42,7 @@ from data import loader
 from ranks import World
 
 # -----------------------------------------------------------------------------
-# sample.py, eval_only
+# sample.py
 
 
 def from_stdin(path, argv):
@@ -70,15 +70,20 @@ def test_tools_sample_from_everything(tmp, models):
     assert len(runs[0].stdout) > len("import\n---------------\n")
 
 
+def saved_gpt(path, vocab_size, meta):
+    """A checkpoint of a GPT whose data set is gone."""
+    gpt = plain_gpt(vocab_size=vocab_size, n_embd=3)
+    ckpt = dict(model=gpt.state_dict(), model_args=asdict(gpt.config), iter_num=1, meta=meta,
+                best_val_loss=1.0, config={"dataset": "gone"})
+    torch.save(ckpt, path / "ckpt.pt")
+
+
 @pytest.mark.parametrize("vocab_size, meta, known", [
     (67, {}, False), (128256, {"vocab_size": 128256}, False), (67, {"tokenizer": "own"}, False),
     (67, {"chars": ["a", "b"]}, True), (257, {"vocab_size": 257, "tokenizer": "bytes"}, True)])
 def test_tools_sample_without_a_tokenizer_reads_and_prints_ids(
         tmp_path, capsys, vocab_size, meta, known):
-    gpt = plain_gpt(vocab_size=vocab_size, n_embd=3)
-    ckpt = dict(model=gpt.state_dict(), model_args=asdict(gpt.config), iter_num=1, meta=meta,
-                best_val_loss=1.0, config={"dataset": "gone"})
-    torch.save(ckpt, tmp_path / "ckpt.pt")
+    saved_gpt(tmp_path, vocab_size, meta)
     argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3"]
 
     def said(*more):
@@ -107,11 +112,7 @@ def test_tools_sample_cuts_a_long_prompt_at_its_beginning(use_cache):
 
 def test_tools_sample_writes_what_its_terminal_can(tmp_path):
     """Of one that is not UTF-8, a ? for the rest."""
-    gpt = plain_gpt(vocab_size=2, n_embd=3)
-    meta = dict(vocab_size=2, chars=["a", "\u00e9"])
-    ckpt = dict(model=gpt.state_dict(), model_args=asdict(gpt.config), iter_num=1, meta=meta,
-                best_val_loss=1.0, config={"dataset": "gone"})
-    torch.save(ckpt, tmp_path / "ckpt.pt")
+    saved_gpt(tmp_path, 2, dict(vocab_size=2, chars=["a", "\u00e9"]))
     argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=9", "--start=ids:1,0"]
     p = python(os.path.join(HERE, "sample.py"), *argv, env={"PYTHONIOENCODING": "ascii"})
     assert p.returncode == 0 and p.stdout.startswith("?a"), p.stderr
@@ -141,17 +142,6 @@ def test_tools_sample_leaves_cudnns_attention_out(tmp, monkeypatch):
     sample.main([f"--out_dir={tmp}/sampled-flash", "--num_samples=2", "--dtype=bfloat16",
                  "--start="])
     assert seen == [(False, 60, True, True)] * 2 and len(numbers) == 2
-
-
-def test_tools_eval_only_evaluates_the_checkpoint_once_and_leaves_it(tmp, capsys):
-    run_training(tmp, "eval_only", max_iters=14, eval_interval=14)
-    files = [*os.scandir(os.path.join(tmp, "eval_only"))]
-    before = [file.stat().st_mtime_ns for file in files]
-    run_training(tmp, "eval_only", max_iters=20, init_from="resume", eval_only=True)
-    said = capsys.readouterr().out
-    losses = re.findall(r"^step 14: train loss \d\.\d{4}, val loss \d\.\d{4}$", said, re.M)
-    assert len(losses) == 2 and losses[0] == losses[1] and "iter 14" not in said
-    assert [os.stat(file.path).st_mtime_ns for file in files] == before
 
 
 # -----------------------------------------------------------------------------
@@ -225,25 +215,6 @@ def test_tools_a_norm_that_is_not_finite_is_null_in_json(tmp, tmp_path):
     assert '"grad_norm": null' in text and "NaN" not in text
 
 
-def test_tools_a_gpus_peak_is_of_the_steps_since_the_last_line(tmp, tmp_path, monkeypatch):
-    """Neither an evaluation nor a save counts."""
-    resets = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(
-        metrics, "gpu_memory", lambda device: dict.fromkeys(
-            ("valley_memory", "peak_reserved", "free_memory", "alloc_retries"), 0))
-    monkeypatch.setattr(metrics, "peak_memory", lambda device: 2**30)
-    monkeypatch.setattr(metrics, "peak_flops", lambda device: None)
-    log = metrics.Log(tiny(tmp), World(device=torch.device("cuda")), str(tmp_path), "the-id", 0)
-    assert len(resets) == 1
-    log_step(log, 0)
-    assert len(resets) == 2
-    with log.paused():
-        pass
-    assert len(resets) == 3
-
-
 def plain_flops(frozen=0, unreached=0):
     """FLOPs of one token by the formula (PaLM, appendix B): for each weight of a product 2 forward,
     2 for the input's gradient, 2 for its own; 4 T C forward and 8 backward for a layer's attention.
@@ -303,15 +274,22 @@ def test_tools_data_ms_is_that_of_the_slowest_rank(tmp):
 
 
 def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatch, capsys):
+    """The peak is of the steps since the last line: neither an evaluation nor a save counts."""
     stats = {"reserved_bytes.all.peak": 3 * 2**30, "num_alloc_retries": 5,
              "allocated_bytes.all.current": 2**29}
+    resets = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(metrics, "peak_memory", lambda device: 2**30)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    log = metrics.Log(tiny(tmp), World(), str(tmp_path), "the-id", 0)
-    log.world = World(device=torch.device("cuda"))
+    log = metrics.Log(tiny(tmp), World(device=torch.device("cuda")), str(tmp_path), "the-id", 0)
+    assert len(resets) == 1
     log_step(log, 0)
+    assert len(resets) == 2
+    with log.paused():
+        pass
+    assert len(resets) == 3
     said = "mem 1.00GiB (0.50GiB at rest, 3.00GiB reserved, 8.00GiB free, 5 retries), "
     assert said in capsys.readouterr().out
     (row,) = read_metrics(tmp_path)
@@ -326,12 +304,6 @@ def test_tools_a_gpus_line_has_what_the_allocator_says(tmp, tmp_path, monkeypatc
 def test_tools_peak_flops_needs_the_exact_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert metrics.peak_flops(SimpleNamespace(type="cuda")) == peak
-
-
-def test_tools_missing_package_is_one_clear_line(tmp, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails, installed or not
-    line = refused(metrics.Log, tiny(tmp, wandb_log=True), World(), str(tmp_path), "the-id", 0)
-    assert "wandb_log=True" in line and "pip install wandb" in line
 
 
 def test_tools_tensorboard(tmp, tmp_path):
