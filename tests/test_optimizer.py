@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 import fsdp
 import train
 from configurator import Config
-from optimizer import LossScaler, allocate_state, learning_rate_at, make_adamw
+from optimizer import LossScaler, learning_rate_at, make_adamw
 
 
 def test_optimizer_groups_are_nanogpts(tmp):
@@ -93,18 +93,6 @@ def test_optimizer_schedule_has_a_formula_for_each_name(tmp, lr_schedule):
         learning_rate_at(5, replace(cfg, lr_schedule="no-such"))
 
 
-def test_optimizer_linear_is_pytorchs_polynomial_decay(tmp):
-    p = torch.nn.Parameter(torch.zeros(1))
-    sgd = torch.optim.SGD([p], lr=1.0)
-    theirs = torch.optim.lr_scheduler.PolynomialLR(sgd, total_iters=50, power=1.0)
-    cfg = tiny(tmp, learning_rate=1.0, min_lr=0.0, warmup_iters=0, lr_decay_iters=50,
-               lr_schedule="linear")
-    for step in range(60):
-        assert learning_rate_at(step, cfg) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
-        sgd.step()
-        theirs.step()
-
-
 def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):
     """torch.amp.GradScaler beside it: scale, growth, skipped steps, and the weights."""
     monkeypatch.setattr(LossScaler, "GROW_AFTER", 3)
@@ -135,16 +123,6 @@ def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):
     assert scaler.skipped == 3 and len(set(scales)) == 3
     state = reference.state_dict()
     assert scaler.state_dict() == {key: state[key] for key in ("scale", "_growth_tracker")}
-
-
-def test_optimizer_state_is_there_for_a_checkpoint_to_fill_and_all_else_as_it_was(tmp):
-    gpt = plain_gpt()
-    optimizer = make_adamw(gpt.parameters(), tiny(tmp, learning_rate=0.3))
-    before = [p.detach().clone() for p in gpt.parameters()]
-    allocate_state(optimizer)
-    assert len(optimizer.state) == len(before)
-    for p, whole in zip(gpt.parameters(), before):
-        assert p.grad is None and torch.equal(p, whole)
 
 
 # -----------------------------------------------------------------------------
@@ -206,21 +184,6 @@ class Counting(torch.optim.SGD):
             self.state[p]["seen"] = 1 + self.state[p].get("seen", 0)
 
 
-def case_counting(tmp):
-    with (patch.object(train, "make_optimizer", lambda model, cfg: Counting(model.parameters())),
-          pytest.raises(ValueError) as e):
-        run_training(tmp, "counting", strategy="full_shard")
-    return str(e.value)
-
-
-def test_own_state_that_is_no_tensor_is_refused_in_the_first_step(tmp):
-    """Not at the first save, hours later."""
-    said = values(on_ranks(2, {"": (case_counting, dict(tmp=tmp))}), "")
-    assert said[0] == said[1]
-    assert "seen" in said[0] and "transformer.wte.weight" in said[0] and "int" in said[0]
-    assert [row["iter"] for row in read_metrics(f"{tmp}/counting")] == [0]  # the evaluation before
-
-
 class OwnRows(torch.optim.SGD):
     """Its state is a plain tensor of this rank's rows."""
 
@@ -229,6 +192,26 @@ class OwnRows(torch.optim.SGD):
         for p in self.param_groups[0]["params"]:
             rows = p.to_local() if isinstance(p, DTensor) else p
             self.state[p]["mean"] = torch.zeros_like(rows)
+
+
+def case_refused(tmp, optimizer):
+    """What is said to a run with this optimizer."""
+    with (patch.object(train, "make_optimizer", lambda model, cfg: optimizer(model.parameters())),
+          pytest.raises(ValueError) as e):
+        run_training(tmp, optimizer.__name__, strategy="full_shard")
+    return str(e.value)
+
+
+@pytest.mark.parametrize("optimizer, words", [
+    (Counting, ["'seen'", "int"]), (OwnRows, ["'mean'", "torch.zeros_like(p)"])])
+def test_own_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(tmp, optimizer, words):
+    """Not at the first save, hours later. A rank's rows, resumed, would be another rank's, or be
+    taken for the whole."""
+    results = on_ranks(2, {"": (case_refused, dict(tmp=tmp, optimizer=optimizer))})
+    zero, one = values(results, "")
+    assert zero == one and all(word in zero for word in ["transformer.wte.weight", *words])
+    rows = read_metrics(f"{tmp}/{optimizer.__name__}")
+    assert [row["iter"] for row in rows] == [0]  # the evaluation before
 
 
 class Late(torch.optim.SGD):
@@ -241,20 +224,6 @@ class Late(torch.optim.SGD):
             state["count"] = state.get("count", torch.tensor(0)) + 1
             if state["count"] > 1:
                 state["late"] = torch.zeros_like(p)
-
-
-def case_own_rows(tmp):
-    with (patch.object(train, "make_optimizer", lambda model, cfg: OwnRows(model.parameters())),
-          pytest.raises(ValueError) as e):
-        run_training(tmp, "own-rows", strategy="full_shard")
-    return str(e.value)
-
-
-def test_own_state_of_a_ranks_rows_alone_is_refused(tmp):
-    """Resumed, it would be another on each rank, or be taken for the whole."""
-    said = values(on_ranks(2, {"": (case_own_rows, dict(tmp=tmp))}), "")
-    assert said[0] == said[1] and "'mean' of transformer.wte.weight" in said[0]
-    assert "torch.zeros_like(p)" in said[0]
 
 
 def test_own_state_that_comes_late_is_refused_when_the_run_resumes(tmp):
