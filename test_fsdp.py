@@ -43,7 +43,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
 import fsdp
@@ -475,26 +474,6 @@ def test_mechanisms_bytes_kept_by_a_rank_are_the_formula(ranks, world, name, key
         assert (sum(device.values()) == 0) == (keys.get("cpu_offload") == 1)
 
 
-def test_mechanisms_checkpointed_activations_are_recomputed(tmp):
-    """Matrix products only by full, the cheap parts, such as GELU, by selective too."""
-    def step(**overrides):
-        run = built(tmp, **overrides)
-        save_on_cpu = torch.autograd.graph.save_on_cpu
-        with (FlopCounterMode(display=False) as flops,
-              patch.object(F, "gelu", wraps=F.gelu) as gelu,
-              patch("torch.autograd.graph.save_on_cpu", wraps=save_on_cpu) as offloaded):
-            run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
-        return flops.get_total_flops(), gelu.call_count, offloaded.call_count
-
-    work, gelus, offloaded = step()
-    assert (gelus, offloaded) == (3, 0)
-    assert step(activation_checkpointing="selective")[:2] == (work, 6)
-    assert step(activation_checkpointing="selective", bias=False)[:2] == (work, 6)
-    full = step(activation_checkpointing="full")
-    assert full[0] > work and full[1:] == (6, 0)
-    assert step(activation_checkpointing="full", activation_offload=True) == (*full[:2], 3)
-
-
 @case(*((2, f"calls-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
 def case_calls(tmp, strategy):
     """Names of what is compiled, prefetches what in forward and backward, and is offloaded."""
@@ -572,43 +551,6 @@ def test_precision_float16_overflow_skips_the_step_on_all_ranks(ranks, name):
     assert math.isfinite(zero["loss"]) and math.isfinite(zero["norm"])
 
 
-@case(*((2, f"fp16-spoiled-{i}", dict(block=i)) for i in (0, 1)))
-def case_one_gradient_overflows(tmp, block):
-    """On rank 1, in block 0, which is resident, or in block 1, which is offloaded."""
-    run = built(tmp, dtype="float16", cpu_offload=0.5, **ZERO3)
-    scaler = LossScaler(run.cfg)
-    before = whole(run)
-    clip_grad_norm = fsdp.clip_grad_norm
-
-    def spoil(wrapped, *args):
-        if run.world.rank == 1:
-            local(run.model.blocks[block].mlp.c_fc.weight.grad)[0, 0] = math.inf
-        return clip_grad_norm(wrapped, *args)
-
-    with patch.object(fsdp, "clip_grad_norm", spoil):
-        steps(run, scaler=scaler)
-    after = whole(run)
-    moved = [n for n in before if run.world.rank == 0 and not torch.equal(before[n], after[n])]
-    return dict(moved=moved, skipped=scaler.skipped, scale=scaler.scale)
-
-
-@pytest.mark.parametrize("block", [0, 1])
-def test_precision_float16_one_gradient_is_enough_to_skip(ranks, block):
-    for r in values(ranks(2), f"fp16-spoiled-{block}"):
-        assert r == dict(moved=[], skipped=1, scale=32768.0)
-
-
-for fraction in (0.0, 0.5, 1.0):
-    run_case(2, f"fp16-losses-{fraction}", **ZERO3, dtype="float16", cpu_offload=fraction)
-
-
-def test_precision_float16_is_the_same_offloaded(ranks):
-    rows = [values(ranks(2), f"fp16-losses-{fraction}")[0] for fraction in (0.0, 0.5, 1.0)]
-    seen = [[(row["loss"], row["grad_norm"], row["loss_scale"]) for row in some] for some in rows]
-    assert seen[0] == seen[1] == seen[2]
-    assert {scale for _, _, scale in seen[0]} == {65536.0}
-
-
 @case(*((2, f"eval-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
 def case_evaluation(tmp, strategy):
     """Training with and without an evaluation between any two steps."""
@@ -666,18 +608,3 @@ def test_clipping_a_part_of_a_sharded_model(ranks):
     for norms in values(ranks(2), "clip-part"):
         assert all(found == pytest.approx(expected, rel=1e-6) for found, expected in norms)
         assert len({found for found, _ in norms}) == 3
-
-
-@case((2, "units", {}))
-def case_units(tmp):
-    model = built(tmp, **ZERO3, wrap_min_params=3000).model
-    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-
-def test_units_by_size(ranks):
-    """c_fc and c_proj of the MLP have 3,720 and 3,630 parameters, attention's two matrices
-    2,790 + 930 = 3,720; norms go to the root."""
-    expected = [""]
-    for i in range(3):
-        expected += [f"transformer.h.{i}.{m}" for m in ("attn", "mlp.c_fc", "mlp.c_proj")]
-    assert values(ranks(2), "units")[0] == expected

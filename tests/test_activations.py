@@ -1,6 +1,6 @@
 """
-What is kept for backward: the loss in chunks, the blocks' inputs in host memory. And how DDP keeps
-and sends gradients. Checkpointing is in test_fsdp.py.
+What is kept for backward: the loss in chunks, what checkpointing keeps, the blocks' inputs in host
+memory. And how DDP keeps and sends gradients.
 
     python -m pytest -q tests/test_activations.py
 """
@@ -54,7 +54,31 @@ def test_activations_only_one_chunk_of_logits_exists():
 
 
 # -----------------------------------------------------------------------------
-# activation_offload
+# activation_checkpointing, activation_offload
+
+
+@pytest.mark.parametrize("dtype, bias, products", [
+    (torch.float32, True, ["addmm", "_scaled_dot_product_flash_attention_for_cpu"]),
+    (torch.bfloat16, False, ["mm", "bmm"])])  # attention is written out
+def test_activations_selective_runs_only_the_cheap_parts_again(dtype, bias, products):
+    """Such as GELU; full runs matrix products and attention again too."""
+    idx, ran = torch.arange(32).view(2, 16), {}
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran[mode][op.overloadpacket] += 1
+            return op(*args, **(kwargs or {}))
+
+    for mode in ("none", "selective", "full"):
+        ran[mode] = Counter()
+        gpt = plain_gpt(bias=bias)
+        activations.checkpoint_activations(gpt.blocks, mode)
+        with Listen(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            gpt(idx, idx)[1].backward()
+    selective, full = (set(ran[mode] - ran["none"]) for mode in ("selective", "full"))
+    assert torch.ops.aten.gelu in selective & full
+    assert selective.isdisjoint(activations.PRODUCTS)
+    assert full & activations.PRODUCTS == {getattr(torch.ops.aten, name) for name in products}
 
 
 def backward(dtype, *how):
@@ -100,41 +124,12 @@ def test_activations_offload_moves_the_blocks_inputs_and_no_weights(dtype):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
     cfg = tiny(tmp, strategy="single", activation_checkpointing="full", activation_offload=True)
+    gpt, pinned = plain_gpt(), device == "cuda"
     with (patch.object(activations, "checkpoint_activations") as asked,
           patch.object(fsdp, "allocate")):
-        train.parallelize(plain_gpt(), cfg, World(device=torch.device(device)))
-    pinned = asked.call_args.kwargs["pin_memory"]
-    assert pinned == (device == "cuda")
+        train.parallelize(gpt, cfg, World(device=torch.device(device)))
+    asked.assert_called_once_with(gpt.blocks, "full", offload_to_host=True, pin_memory=pinned)
     assert backward(torch.float32, "full", True, pinned)[3] == 3 * [dict(pin_memory=pinned)]
-
-
-@pytest.mark.parametrize("product", [torch.mm, torch.bmm, F.scaled_dot_product_attention])
-def test_activations_selective_keeps_every_product(product):
-    """GELU runs again in backward, the product does not."""
-    q = torch.randn(4, 4) if product is torch.mm else torch.randn(1, 4, 4)
-    q = q[None] if product is F.scaled_dot_product_attention else q
-    weight = q.requires_grad_()
-    block = torch.nn.Module()
-    args = (weight, weight) if product is F.scaled_dot_product_attention else (weight,)
-    block.forward = lambda x: F.gelu(product(F.gelu(x), *args))
-    ran = Counter()
-
-    class Listen(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            ran[op.overloadpacket] += 1
-            return op(*args, **(kwargs or {}))
-
-    def both(mode):
-        activations.checkpoint_activations([block], mode)
-        ran.clear()
-        with Listen():
-            block.forward(q).sum().backward()
-        return ran.copy()
-
-    plain, selective = both("none"), both("selective")
-    again = {op: n - plain[op] for op, n in selective.items() if n > plain[op]}
-    assert torch.ops.aten.gelu in again
-    assert again.keys().isdisjoint(activations.PRODUCTS) and plain.keys() & activations.PRODUCTS
 
 
 def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix():

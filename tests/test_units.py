@@ -6,18 +6,26 @@ ranks make of them is in test_fsdp.py.
 """
 
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from harness import plain_gpt
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
 import test_fsdp
 from model import GPT
+
+
+def test_units_by_size_are_the_innermost_that_are_large_enough():
+    """c_fc and c_proj of the MLP have 3,720 and 3,630 parameters, attention's two matrices
+    2,790 + 930 = 3,720; norms go to the root."""
+    gpt = plain_gpt()
+    expected = []
+    for block in gpt.blocks:
+        expected += [block.attn, block.mlp.c_fc, block.mlp.c_proj]
+    assert fsdp.find_units(gpt, gpt.blocks, 3000) == expected
 
 
 def test_units_by_size_leave_a_tied_embedding_in_the_root():
@@ -73,20 +81,3 @@ def test_units_are_shared_by_neighbours():
         assert mesh["replicate"].mesh.tolist() == [1, 3, 5, 7]
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("fraction, expected", [(0, []), (0.5, [1]), (1, [0, 1, 2, "root"])])
-def test_units_in_host_memory_and_the_root_if_all_are(fraction, expected):
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    units = [*model]
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as calls:
-            fsdp.shard(model, units, fsdp.make_mesh("cpu"), cpu_offload=fraction)
-    finally:
-        dist.destroy_process_group()
-    offloaded = []
-    for name, call in zip([0, 1, 2, "root"], calls.call_args_list):
-        if isinstance(call.kwargs["offload_policy"], CPUOffloadPolicy):
-            offloaded.append(name)
-    assert offloaded == expected
