@@ -24,7 +24,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
-import checks
 import fsdp
 
 # somebody's own program: a stack of PyTorch's encoder layers, which knows nothing of this project
@@ -405,17 +404,6 @@ def test_alone_misuse_is_said(found):
         assert not misuse["is_autocast"]  # FSDP2 casts by itself
 
 
-@pytest.mark.parametrize("name", [
-    "layers.0.norm.running_mean", "layers.1.scale.table", "layers.2.norm.num_batches_tracked"])
-def test_alone_a_buffer_without_values_is_named(name):
-    model = Net()
-    place, _, key = name.rpartition(".")
-    module = model.get_submodule(place)
-    setattr(module, key, getattr(module, key).to("meta"))
-    with pytest.raises(ValueError, match=name):
-        checks.before_sharding(model)
-
-
 def test_alone_allocate_keeps_values_and_ties():
     model = Net()
     state = {name: t.clone() for name, t in model.state_dict().items()}
@@ -524,12 +512,6 @@ def test_alone_inference_leaves_each_module_in_its_mode():
     with pytest.raises(SystemExit), fsdp.inference(model):
         sys.exit()  # what fails inside leaves nothing behind either
     assert [module.training for module in model.modules()] == modes
-
-
-@pytest.mark.parametrize("dtype, is_on", [(torch.bfloat16, True), (torch.float32, False)])
-def test_alone_autocast_is_for_whole_models_in_less_than_fp32(dtype, is_on):
-    with fsdp.autocast(Net(), "cpu", dtype):
-        assert torch.is_autocast_enabled("cpu") == is_on
 
 
 def test_alone_a_number_is_written_whole():

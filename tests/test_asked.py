@@ -1038,12 +1038,13 @@ def case_deepcopy():
 
 @row("a buffer on the meta device")
 def case_meta_buffer():
-    model = Net()
-    model.register_buffer("table", torch.ones(8, device="meta"))
-    with says("table is on the meta device", ValueError):
-        checks.before_sharding(model)
-    model.table = torch.ones(8)
+    model = Net(Normed)
     checks.before_sharding(model)
+    for kind in (torch.float32, torch.long):
+        table = torch.ones(8, dtype=kind, device="meta")
+        model.blocks[2].register_buffer("table", table, persistent=False)
+        with says("blocks.2.table is on the meta device", ValueError):
+            checks.before_sharding(model)
 
 
 class Normed(nn.Module):
