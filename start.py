@@ -29,24 +29,24 @@ def open_start(cfg, world):
             f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
             "auto to resume only if there is one")
     if cfg.lora_rank:
-        source = with_base(source, resumed, cfg)
+        extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
+        source = with_base(source, resumed, cfg, "lora_rank")
     if source and source.base and not resumed:
         checkpoint.require_base_outside(cfg.out_dir, source.header["base"])
     return source, resumed
 
 
-def with_base(source, resumed, cfg):
-    """For a LoRA run: the source if it holds LoRA's matrices; else one that has it as the base of
-    new matrices."""
-    extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
+def with_base(source, resumed, cfg, key):
+    """For a run with adapters, such as LoRA's, by this key: the source if it holds them; else one
+    that has it as the base of new ones."""
     if source is None:
         raise SystemExit(
-            f"lora_rank={cfg.lora_rank}: it needs a base; pass --init_from=DIR, a hub name or "
+            f"{key}={getattr(cfg, key)}: it needs a base; pass --init_from=DIR, a hub name or "
             "another run's out_dir")
     if source.base:
         return source
-    if resumed:  # a run without LoRA
-        configurator.refuse("lora_rank", cfg.lora_rank, 0, source.path)
+    if resumed:  # a run without adapters
+        configurator.refuse(key, getattr(cfg, key), 0, source.path)
     return checkpoint.on_base(source, cfg.init_from)
 
 
