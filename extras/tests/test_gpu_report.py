@@ -17,10 +17,11 @@ from types import SimpleNamespace
 import pytest
 from harness import HERE, cannot_simulate, refused, usual_signals
 
+from configurator import load_config
 from extras.gpu_report import __main__ as gpu_report
 from extras.gpu_report import predict, programs, write
 from extras.gpu_report.rows import Row, rows
-from extras.gpu_report.work import Setting, Work, children
+from extras.gpu_report.work import NotHere, Setting, Work, children
 
 pytestmark = pytest.mark.slow
 
@@ -209,14 +210,39 @@ def test_gpu_report_has_a_row_for_all_that_is_asked_for():
     """Each is of this machine, or says what it lacks."""
     table = {row.name: row for row in rows(1, tiny=False, simulated=False, nanogpt="")}
     assert table["1B ddp"].needs == "it takes two GPUs"
-    assert table["124M beside nanoGPT"].needs == "pass --nanogpt=DIR"
+    theirs = ["124M beside nanoGPT", "Shakespeare to the end"]
+    assert all(table[name].needs == "pass --nanogpt=DIR" for name in theirs)
+    assert table["a rank is killed"].needs == "" and table["a rank is killed"].gpus == 1
     assert sum(row.matters for row in table.values()) == 5
     eight = rows(8, tiny=False, simulated=False, nanogpt="")
     assert all(row.gpus in (1, 2, 8) for row in eight)
-    assert [row.name for row in eight if row.needs] == ["124M beside nanoGPT"]
+    assert [row.name for row in eight if row.needs] == theirs
     assert {row.name: row for row in eight}["XL float8"].needs == ""
     seven = {row.name: row for row in rows(7, tiny=False, simulated=False, nanogpt="")}
     assert "even number" in seven["1B hybrid_shard"].needs
+
+
+def test_gpu_report_trains_nanogpts_characters_by_its_keys(tmp_path):
+    """Their lines and ours, read by the same function; and what it says without their data."""
+    out, data = tmp_path / "out-ours", tmp_path / "data" / "shakespeare_char"
+    keys = load_config(programs.CHARACTERS)
+    assert (keys.learning_rate, keys.max_iters, keys.sizes.n_embd) == (1e-3, 5000, 384)
+
+    def call(program, *argv, cwd=None):
+        if cwd:
+            return "step 0: train loss 4.2, val loss 4.3\nstep 9: train loss 1.0, val loss 1.5\n"
+        load_config(argv)
+        out.mkdir()
+        (out / "metrics.jsonl").write_text('{"val_loss": 1.4}\n{"loss": 1.0}\n{"val_loss": 1.6}\n')
+
+    work = SimpleNamespace(
+        tiny=False, nanogpt=str(tmp_path), call=call, directory=lambda name: tmp_path / name)
+    with pytest.raises(NotHere, match="prepare.py"):
+        programs.to_the_end(work)
+    data.mkdir(parents=True)
+    (data / "train.bin").touch()
+    ours, theirs = programs.to_the_end(work)
+    assert (ours["val_loss"], theirs["val_loss"]) == (1.4, 1.5)
 
 
 def test_gpu_report_of_older_and_smaller_gpus_says_what_they_lack():
