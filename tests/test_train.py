@@ -48,7 +48,7 @@ import optimizer
 import start
 import train
 from configurator import load_config
-from data.loader import TokenFiles
+from data.loader import Batches, TokenFiles
 from ranks import StopSignal, World
 
 SHORT = dict(gradient_accumulation_steps=8, max_iters=3, eval_interval=3)
@@ -373,6 +373,18 @@ def test_loop_stops_evaluates_and_saves_in_this_order(tmp, capsys, signal_at, ex
         # a resumed run that is stopped before its first step leaves the checkpoint as it is
         assert events(tmp, name, 1, init_from="auto") == AGAIN
         assert "--init_from=auto" in capsys.readouterr().out
+
+
+def test_step_fetches_the_next_micro_batch_before_backward(tmp, monkeypatch):
+    """Later the GPU's queue may be empty."""
+    run, events = built(tmp, gradient_accumulation_steps=2), []
+    for place, name in ((Batches, "get"), (Batches, "prefetch_next"), (torch.Tensor, "backward")):
+        def told(*args, name=name, call=getattr(place, name), **kwargs):
+            events.append(name)
+            return call(*args, **kwargs)
+        monkeypatch.setattr(place, name, told)
+    steps(run)
+    assert events == 2 * ["get", "prefetch_next", "backward"]
 
 
 def test_loop_without_checkpoints_says_that_nothing_was_saved(tmp, capsys):
