@@ -378,11 +378,16 @@ def test_loop_stops_evaluates_and_saves_in_this_order(tmp, capsys, signal_at, ex
 def test_step_fetches_the_next_micro_batch_before_backward(tmp, monkeypatch):
     """Later the GPU's queue may be empty."""
     run, events = built(tmp, gradient_accumulation_steps=2), []
-    for place, name in ((Batches, "get"), (Batches, "prefetch_next"), (torch.Tensor, "backward")):
-        def told(*args, name=name, call=getattr(place, name), **kwargs):
-            events.append(name)
+
+    def told(call):
+        def called(*args, **kwargs):
+            events.append(call.__name__)
             return call(*args, **kwargs)
-        monkeypatch.setattr(place, name, told)
+        return called
+
+    for call in (Batches.get, Batches.prefetch_next):
+        monkeypatch.setattr(Batches, call.__name__, told(call))
+    monkeypatch.setattr(torch.Tensor, "backward", told(torch.Tensor.backward))
     steps(run)
     assert events == 2 * ["get", "prefetch_next", "backward"]
 
