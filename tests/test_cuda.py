@@ -3,11 +3,10 @@ What a GPU runs: whole steps, on one and on two; and what fake ones show of it.
 
     python -m pytest -q -rs -k cuda      # on a GPU machine: these, and others' tests of a GPU
 
-Each training here runs on a CPU too, by the same lines. Fake `cuda` tensors have a device and no
-memory. PyTorch without CUDA runs neither autograd nor copies between devices on them.
+On a CPU test_fsdp.py trains in these modes. Fake `cuda` tensors have a device and no memory.
+PyTorch without CUDA runs neither autograd nor copies between devices on them.
 """
 
-import functools
 import os
 import re
 import shlex
@@ -51,15 +50,9 @@ import metrics
 import ranks
 import test_fsdp
 import train
-from configurator import resolve
-from data.loader import Batches
 from optimizer import LossScaler
 
 CUDA = torch.device("cuda", 0)
-
-
-# The same lines on a CPU take as long again, and test_fsdp.py has these modes.
-GPU_FIRST = ["cuda", pytest.param("cpu", marks=pytest.mark.slow)]
 
 
 # ---------- training on one GPU -----------------------------------------------
@@ -101,12 +94,9 @@ def trainings(tmp, device, runs):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp):
-    """device -> what `case_training` returned for each of the runs above."""
-    @functools.cache
-    def run(device):
-        runs = {**EXACT, **{name: keys for name, (keys, _) in ROUNDED.items()}}
-        return on_ranks(1, trainings(tmp, device, runs))
-    return run
+    """What `case_training` returned for each of the runs above."""
+    runs = {**EXACT, **{name: keys for name, (keys, _) in ROUNDED.items()}}
+    return on_ranks(1, trainings(tmp, "cuda", runs))
 
 
 def in_plain_pytorch(tmp, **keys):
@@ -115,22 +105,20 @@ def in_plain_pytorch(tmp, **keys):
     return list(zip(losses, norms))
 
 
-@pytest.mark.parametrize("device", GPU_FIRST)
 @pytest.mark.parametrize("name", EXACT)
-def test_cuda_trains_as_a_cpu_does(tmp, one_rank, name, device):
+def test_cuda_trains_as_a_cpu_does(tmp, one_rank, name):
     """5 steps in fp32: the losses and the gradients' norms."""
     expected = in_plain_pytorch(tmp)
-    [rows] = values(one_rank(device), name)
+    [rows] = values(one_rank, name)
     assert np.array(rows) == pytest.approx(np.array(expected), rel=2e-5)
 
 
-@pytest.mark.parametrize("device", GPU_FIRST)
 @pytest.mark.parametrize("name", ROUNDED)
-def test_cuda_trains_in_fewer_bits(tmp, one_rank, name, device):
+def test_cuda_trains_in_fewer_bits(tmp, one_rank, name):
     keys, limit = ROUNDED[name]
     assert keys["n_embd"] // TINY["n_head"] % 8 == 0
     expected = in_plain_pytorch(tmp, n_embd=keys["n_embd"])
-    [rows] = values(one_rank(device), name)
+    [rows] = values(one_rank, name)
     assert [row[0] for row in rows] == pytest.approx([row[0] for row in expected], rel=limit)
 
 
@@ -219,25 +207,23 @@ def same(results, runs, expected):
         assert rows == pytest.approx(expected[:keys.get("max_iters", 5)], rel=2e-5), name
 
 
-@pytest.mark.parametrize("device", GPU_FIRST)
-def test_cuda_ranks_train_as_one_and_resume_on_fewer_and_more(tmp, device):
+def test_cuda_ranks_train_as_one_and_resume_on_fewer_and_more(tmp):
     expected = np.array(in_plain_pytorch(tmp))
     for world, runs in BETWEEN.items():
         runs = {f"{name} on {world}": keys for name, keys in runs.items()}
-        same(on_ranks(world, trainings(tmp, device, runs)), runs, expected)
+        same(on_ranks(world, trainings(tmp, "cuda", runs)), runs, expected)
     for world, runs in RESUMED.items():
         resumed = {}
         for name, keys in runs.items():
-            before, out = (f"{tmp}/{device} {name} on {n}" for n in (2, f"2, then {world}"))
+            before, out = (f"{tmp}/cuda {name} on {n}" for n in (2, f"2, then {world}"))
             shutil.copytree(before, out)
             resumed[f"{name} on 2, then {world}"] = dict(keys, init_from="resume")
-        same(on_ranks(world, trainings(tmp, device, resumed)), resumed, expected)
+        same(on_ranks(world, trainings(tmp, "cuda", resumed)), resumed, expected)
 
 
-@pytest.mark.parametrize("device", GPU_FIRST)
-def test_cuda_two_ranks_train_in_fewer_bits(tmp, device):
+def test_cuda_two_ranks_train_in_fewer_bits(tmp):
     runs = {f"{name} on 2": keys for name, (keys, _) in ROUNDED_ON_TWO.items()}
-    results = on_ranks(2, trainings(tmp, device, runs))
+    results = on_ranks(2, trainings(tmp, "cuda", runs))
     for name, (keys, limit) in ROUNDED_ON_TWO.items():
         expected = [loss for loss, _ in in_plain_pytorch(tmp, n_embd=keys["n_embd"])]
         got = [loss for loss, _ in values(results, f"{name} on 2")[0]]
@@ -400,51 +386,3 @@ def test_cuda_offloaded_units_are_allocated_on_the_host(tmp, fraction, on_host):
         assert p.device.type == ("cpu" if host else "cuda")
         assert isinstance(policy, CPUOffloadPolicy) == host
         assert not host or policy.pin_memory
-
-
-def half_offloaded():
-    """Parameters with gradients, every other one in host memory."""
-    model = torch.nn.Module()
-    for i in range(4):
-        p = torch.nn.Parameter(torch.empty((4, 4)[i // 2:], device=(CUDA, "cpu")[i % 2]))
-        p.grad = torch.empty_like(p)
-        model.register_parameter(f"p{i}", p)
-    return model
-
-
-def test_cuda_clipping_scales_gradients_where_they_are():
-    """One norm of both memories, on the device; a scale copied to where gradients are."""
-    scaled = []
-    with patch.object(torch, "_foreach_mul_", lambda ts, scale: scaled.append(
-            ({t.device.type for t in ts}, len(ts), scale.device.type))):
-        norm = on_fake_gpu(lambda: fsdp.clip_grad_norm(half_offloaded(), 1.0))
-    assert norm.device == CUDA
-    assert sorted(scaled, key=str) == [({"cpu"}, 2, "cpu"), ({"cuda"}, 2, "cuda")]
-
-
-def test_cuda_one_gpu_evaluates_and_gathers(tmp):
-    """Forward, loss and masks make nothing on another device; a gathered tensor is the host's."""
-    world = ranks.World(device=CUDA)
-    cfg = resolve(tiny(tmp, device="cuda", strategy="single", dtype="bfloat16"), world)
-    meta = train.meta_model(cfg)
-
-    def evaluated():
-        model = train.parallelize(meta, cfg, world)
-        x = torch.empty(2, 16, dtype=torch.int64, device=CUDA)
-        with fsdp.inference(model):
-            loss = model(x, x)[1]
-        gathered = {fsdp.gather_full(p).device.type for p in model.parameters()}
-        return loss.device, {p.device for p in model.parameters()}, gathered
-
-    assert on_fake_gpu(evaluated) == (CUDA, {CUDA}, {"cpu"})
-
-
-def test_cuda_batches_are_pinned_before_they_are_copied(tmp):
-    """Or the copy would wait for the GPU; non_blocking only where memory is pinned."""
-    batches = Batches(tiny(tmp), ranks.World(device=CUDA))
-    x = MagicMock()
-    with torch.no_grad():
-        batches.to_device(x, x)
-    pinned = x.pin_memory.return_value
-    pinned.to.assert_called_with(CUDA, non_blocking=pinned.is_pinned.return_value)
-    assert not x.to.called
