@@ -5,14 +5,12 @@ memory. And how DDP keeps and sends gradients.
     python -m pytest -q tests/test_activations.py
 """
 
-import os
 from collections import Counter
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import built, on_ranks, plain_gpt, run_training, steps, tiny, values
+from harness import built, on_ranks, plain_gpt, steps, tiny, values
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,7 +168,7 @@ def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keywo
 
 
 # -----------------------------------------------------------------------------
-# DDP's gradients; the CPU's threads
+# DDP's gradients
 
 
 def case_storages(tmp, first_bucket):
@@ -206,30 +204,3 @@ def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
         (own, counts), (other, same) = values(results, str(n))
         assert counts == same == 3 * [1] + 3 * [n]  # DDP cuts its buckets after the first step
         assert own != other
-
-
-def case_threads(tmp, name, cores, asked="1", **keys):
-    """cores: that the process may use, of the 8 that there are; 0 leaves it on one, in earnest.
-    asked: the user's OMP_NUM_THREADS; torchrun's is 1."""
-    own = os.sched_getaffinity(0)
-    few = patch("os.sched_getaffinity", lambda process: range(cores))
-    torch.set_num_threads(int(asked))  # as PyTorch does when it starts
-    with (patch.dict(os.environ, OMP_NUM_THREADS=asked), patch("os.cpu_count", lambda: 8),
-          few if cores else nullcontext()):
-        os.sched_setaffinity(0, {min(own)})
-        try:
-            run_training(tmp, name, strategy="full_shard", max_iters=0, **keys)
-        finally:
-            os.sched_setaffinity(0, own)
-    return torch.get_num_threads()
-
-
-def test_threads_are_the_ranks_share_of_the_cores_when_the_cpu_updates(tmp):
-    """Of those that Slurm or taskset leaves them."""
-    cases = dict(device=(8, 0.0), host=(8, 0.5), fewer=(4, 0.5), one=(0, 0.5), asked=(8, 0.5))
-    results = on_ranks(2, {
-        name: (case_threads, dict(tmp=tmp, name=name, cores=cores, cpu_offload=fraction,
-                                  asked="3" if name == "asked" else "1"))
-        for name, (cores, fraction) in cases.items()})
-    expected = [[1, 1], [4, 4], [2, 2], [1, 1], [3, 3]]
-    assert [values(results, name) for name in cases] == expected

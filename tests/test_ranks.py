@@ -197,6 +197,24 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
     assert capsys.readouterr().out == (line if (size, nodes, gpus) == (2, 1, 1) else "")
 
 
+@pytest.mark.parametrize("cores, cpu_offload, asked, threads", [
+    (8, 0.0, "1", None), (8, 0.5, "1", 4), (4, 0.5, "1", 2), (1, 0.5, "1", 1), (8, 0.5, "3", None)])
+def test_ranks_share_the_cores_when_the_cpu_updates(
+        tmp, monkeypatch, cores, cpu_offload, asked, threads):
+    """Of 8 cores those that Slurm or taskset leaves to a node's two ranks. asked: the user's
+    OMP_NUM_THREADS; torchrun's is 1."""
+    told = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    cfg = tiny(tmp, cpu_offload=cpu_offload)
+    with patch.object(train.configurator, "resolve", side_effect=SystemExit("later")):  # ends it
+        assert refused(train.train, cfg) == "later"
+    assert told == ([] if threads is None else [threads])
+
+
 def test_ranks_print_at_once():
     """Into a pipe too, or a killed run's last lines would be lost."""
     pipe = io.BytesIO()
