@@ -67,7 +67,7 @@ PLAIN = {  # the types of a model file's keys
 
 
 def noted(default):
-    """A key's default. If a resumed run changes this key, it says so: its numbers are others."""
+    """A key's default. A resumed run that changes this key says so, since its numbers change."""
     return field(default=default, metadata={"noted": True})
 
 
@@ -319,7 +319,6 @@ def refuse(key, ours, theirs, where):
     raise SystemExit(
         f"{key}={ours} in this run, but {where} has {key}={theirs}; pass --{key}={theirs}, or "
         "another out_dir or init_from")
-
 
 
 def differences(before, cfg):

@@ -50,6 +50,8 @@ import metrics
 import ranks
 import test_fsdp
 import train
+from configurator import resolve
+from data.loader import Batches
 from optimizer import LossScaler
 
 CUDA = torch.device("cuda", 0)
@@ -386,3 +388,51 @@ def test_cuda_offloaded_units_are_allocated_on_the_host(tmp, fraction, on_host):
         assert p.device.type == ("cpu" if host else "cuda")
         assert isinstance(policy, CPUOffloadPolicy) == host
         assert not host or policy.pin_memory
+
+
+def half_offloaded():
+    """Parameters with gradients, every other one in host memory."""
+    model = torch.nn.Module()
+    for i in range(4):
+        p = torch.nn.Parameter(torch.empty((4, 4)[i // 2:], device=(CUDA, "cpu")[i % 2]))
+        p.grad = torch.empty_like(p)
+        model.register_parameter(f"p{i}", p)
+    return model
+
+
+def test_cuda_clipping_scales_gradients_where_they_are():
+    """One norm of both memories, on the device; a scale copied to where gradients are."""
+    scaled = []
+    with patch.object(torch, "_foreach_mul_", lambda ts, scale: scaled.append(
+            ({t.device.type for t in ts}, len(ts), scale.device.type))):
+        norm = on_fake_gpu(lambda: fsdp.clip_grad_norm(half_offloaded(), 1.0))
+    assert norm.device == CUDA
+    assert sorted(scaled, key=str) == [({"cpu"}, 2, "cpu"), ({"cuda"}, 2, "cuda")]
+
+
+def test_cuda_one_gpu_evaluates_and_gathers(tmp):
+    """Forward, loss and masks make nothing on another device; a gathered tensor is the host's."""
+    world = ranks.World(device=CUDA)
+    cfg = resolve(tiny(tmp, device="cuda", strategy="single", dtype="bfloat16"), world)
+    meta = train.meta_model(cfg)
+
+    def evaluated():
+        model = train.parallelize(meta, cfg, world)
+        x = torch.empty(2, 16, dtype=torch.int64, device=CUDA)
+        with fsdp.inference(model):
+            loss = model(x, x)[1]
+        gathered = {fsdp.gather_full(p).device.type for p in model.parameters()}
+        return loss.device, {p.device for p in model.parameters()}, gathered
+
+    assert on_fake_gpu(evaluated) == (CUDA, {CUDA}, {"cpu"})
+
+
+def test_cuda_batches_are_pinned_before_they_are_copied(tmp):
+    """Or the copy would wait for the GPU; non_blocking only where memory is pinned."""
+    batches = Batches(tiny(tmp), ranks.World(device=CUDA))
+    x = MagicMock()
+    with torch.no_grad():
+        batches.to_device(x, x)
+    pinned = x.pin_memory.return_value
+    pinned.to.assert_called_with(CUDA, non_blocking=pinned.is_pinned.return_value)
+    assert not x.to.called
