@@ -266,18 +266,19 @@ def report(e):
         line = f"out of memory: {first_line(e)}; lower batch_size or the model's sizes"
     elif "Too many open files" in str(e):
         line = f"{first_line(e)}: raise `ulimit -Hn`, or use no reshard_group_size"
+    speaks = int(os.environ.get("LOCAL_RANK", 0)) == 0  # others usually have the same line
     if line is None:
         traceback.print_exc()
-        if dist.is_initialized():
-            # A peer may have died and broken this rank's connection. torchrun polls ten
-            # times a second: wait, so that it sees the peer first.
-            time.sleep(1)
     else:
         # One line in torchrun's report too, from Python 3.11 on.
         e.args = (line,)
         e.__traceback__ = e.__context__ = None
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # others usually have the same line
+        if speaks:
             print(line, file=sys.stderr)
+    if "RANK" in os.environ and not (line and speaks):
+        # When a process has ended, torchrun ends the others; it polls ten times a second. Wait: a
+        # peer may have died and broken this rank's connection, or may still have the line to say.
+        time.sleep(1)
     with suppress(OSError):  # the disk may be full
         get_error_handler().record_exception(e)  # to the file that torchrun's report reads
     return 1
