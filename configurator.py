@@ -161,6 +161,11 @@ class Config:
     sizes: object = None  # the model's own keys, in its file's ModelConfig
     given: list = field(default_factory=list)  # the keys set by a file or a flag
 
+    @property
+    def decays(self):
+        """Whether the learning rate falls to min_lr."""
+        return self.decay_lr and self.lr_schedule != "constant"
+
 
 # ---------- files that a key names --------------------------------------------
 
@@ -430,7 +435,6 @@ def conflicts(cfg, asked, world, distributed):
     copy = group if STRATEGIES[cfg.strategy].in_groups else size  # ranks that share one
     regather = cfg.reshard_group_size
     mode = cfg.activation_checkpointing
-    decays = cfg.decay_lr and cfg.lr_schedule != "constant"
     # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
     table = [
@@ -444,7 +448,7 @@ def conflicts(cfg, asked, world, distributed):
         ("reshard_group_size", STRATEGIES[cfg.strategy].sharded
          and (regather == 1 or (regather and copy % regather)),
          f"{copy} ranks share a copy; use a divisor of {copy}, from 2 on"),
-        ("min_lr", decays and cfg.min_lr > cfg.learning_rate,
+        ("min_lr", cfg.decays and cfg.min_lr > cfg.learning_rate,
          f"the rate would climb to it from learning_rate={cfg.learning_rate}; use "
          f"--min_lr={cfg.learning_rate / 10:g}"),
         ("reshard_group_size", regather and cfg.dtype == "float8",

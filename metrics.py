@@ -143,13 +143,12 @@ def describe(cfg, model, batches, source, world):
                 f"--block_size={longest} for all of it")
         if step >= cfg.max_iters:
             yield f"nothing left to train: max_iters={cfg.max_iters}; raise it to continue"
-    decays = cfg.decay_lr and cfg.lr_schedule != "constant"
-    end = cfg.lr_decay_iters if decays else cfg.max_iters
+    end = cfg.lr_decay_iters if cfg.decays else cfg.max_iters
     if cfg.decay_lr and cfg.warmup_iters >= min(end, cfg.max_iters) > 0:
         yield (
             f"learning_rate={cfg.learning_rate} is never reached: warmup_iters={cfg.warmup_iters}, "
             f"lr_decay_iters={cfg.lr_decay_iters}, max_iters={cfg.max_iters}")
-    elif decays and cfg.max_iters > cfg.lr_decay_iters:
+    elif cfg.decays and cfg.max_iters > cfg.lr_decay_iters:
         yield (
             f"from step lr_decay_iters={cfg.lr_decay_iters} to max_iters={cfg.max_iters} the "
             f"learning rate is min_lr={cfg.min_lr}")
