@@ -7,8 +7,8 @@
 # 0.52 billion in embedding and head: 68.98. 16 bytes each (fp32 master, gradient, two moments) are
 # 1,104 GB, 138 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 15.0 GiB, with 1,890 GiB of host memory; on 64 without it 31.0 GiB.
-# With --gpu=H100 it plans 9.139 s per step and an MFU of 40.3% on those 64; 1,000 steps are
-# 0.11 days. On 8, with copies to and from the host at 50 GB/s, 82.392 s, 35.7% and 0.95 days.
+# With --gpu=H100 it plans 8.829 s per step and an MFU of 41.7% on those 64; 1,000 steps are
+# 0.10 days. On 8, with copies to and from the host at 50 GB/s, 79.871 s, 36.9% and 0.92 days.
 
 out_dir = 'out-llama2-70b'
 init_from = 'meta-llama/Llama-2-70b-hf'  # accept its license there first; scratch trains a new one

@@ -5,7 +5,7 @@
 # embedding and head: 6.74. 16 bytes each (fp32 master, gradient, two moments) are 108 GB, 13.5 GB
 # per GPU on 8.
 # On 8 GPUs the plan's peak is 18.4 GiB.
-# With --gpu=H100 it plans 7.417 s per step and an MFU of 41.2%; 1,000 steps are 0.09 days.
+# With --gpu=H100 it plans 7.073 s per step and an MFU of 43.2%; 1,000 steps are 0.08 days.
 
 out_dir = 'out-llama2-7b'
 init_from = 'meta-llama/Llama-2-7b-hf'  # accept its license there first; scratch trains a new one

@@ -72,6 +72,8 @@ class Operation:
     event: object = None  # of a collective: rehearse.Event
     size: int = 0  # of a collective's whole buffer
     calls: float = 1.0  # of a collective: less than 1 where several are sent as one
+    # The host's work until then: calls of PyTorch's dispatcher, and units that FSDP2 was busy with.
+    issued: tuple = (0, 0)
     stream: object = field(default_factory=torch.cpu.current_stream)
 
     def part(self):

@@ -127,7 +127,7 @@ def arguments(row):
         cpu_offload=row.get("offload") or 0.0,
         attention=attention(row["attn"]),
     )
-    if row["strategy"] != "single":
+    if STRATEGIES[row["strategy"]].sharded:  # ddp's gradients have the parameters' type, fp32
         keys["reduce_dtype"] = DTYPE[row["reduce"]]
     if network(row["network"]):
         keys["network"] = network(row["network"])
@@ -176,16 +176,19 @@ def predicted(row, products=None):
     same = [row.get(key) for key in SAME]
     # One rank gathers nothing, so its copies from the host are not on a stream of their own.
     size = 1 if ranks == 1 else 16
-    seconds, waited = [], []
+    on_gpu, on_host, waited = [], [], []
     for depth in (2, 4):
         program, cfg = rehearsed(depth, min(micro_batches, 2), size, *same)
         sharded = STRATEGIES[cfg.strategy].sharded and not cfg.shard_group_size
         program = timing.grown(program, ranks / size, [cfg.shard_group_size], rows=sharded)
         step = timing.run(program, cluster, micro_batches)
-        seconds.append(step.seconds)
+        on_gpu.append(step.on_gpu)
+        on_host.append(step.on_host)
         waited.append(step.exposed * step.seconds)
     layers = model(row["model"])["n_layer"]
-    whole, exposed = [a + (b - a) * (layers - 2) / 2 for a, b in (seconds, waited)]
+    parts = (on_gpu, on_host, waited)
+    on_gpu, on_host, exposed = [a + (b - a) * (layers - 2) / 2 for a, b in parts]
+    whole = max(on_gpu, on_host)
     return micro_batches * int(row["mbs"]) * int(row["seq"]) / whole, exposed / whole
 
 

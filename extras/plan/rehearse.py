@@ -89,7 +89,8 @@ def parallelized(cfg, world, attention="flash2"):
     """What rank 0 has before its first step: (the module to call, the model in it, its World, the
     mode of its fake tensors, their ledger)."""
     on_gpu = world.device.type == "cuda"
-    ledger = Ledger(pins_host_memory=on_gpu)
+    # The modes of selective checkpointing are Python: with them a call takes twice as long.
+    ledger = Ledger(on_gpu, weight=2 if cfg.activation_checkpointing == "selective" else 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     try:
@@ -183,6 +184,11 @@ TELLING = {
     "fsdp.chunk_cat_mixed_dtype": "gradients",  # its name from torch 2.15 on
     "c10d._reduce_scatter_base_": "gradients",
 }
+# The methods in which FSDP2 works for a unit.
+FSDP2_WORKS = (
+    "pre_forward", "unshard", "wait_for_unshard", "post_forward", "reshard", "pre_backward",
+    "post_backward", "finalize_backward",
+)
 # (kind, which argument is the whole buffer, which is the group)
 COLLECTIVES = {
     "c10d._allgather_base_": ("all_gather", 0, 2),
@@ -204,9 +210,10 @@ class Ledger(TorchDispatchMode):
     """The bytes of each storage over time, and the events meanwhile. A storage's kind may turn
     out later: a gradient is an activation until FSDP reduces it."""
 
-    def __init__(self, pins_host_memory):
+    def __init__(self, pins_host_memory, weight):
         super().__init__()
         self.pins_host_memory = pins_host_memory
+        self.weight = weight  # of a call
         self.entries = WeakKeyDictionary()  # of the storages that are alive
         self.changes = []  # [(entry, bytes more or less)]
         self.marks = []  # [(number of changes before it, where)]
@@ -215,6 +222,8 @@ class Ledger(TorchDispatchMode):
         self.micro_batch = 0
         self.unit = ""  # the one that FSDP or DDP is busy with
         self.unit_names = {}  # {module: name}
+        self.calls = 0  # of PyTorch's dispatcher in the step, beside FSDP2's own
+        self.worked_for = set()  # (micro-batch, unit), by FSDP2
 
     def mark(self, where):
         self.marks.append((len(self.changes), where))
@@ -282,8 +291,10 @@ class Ledger(TorchDispatchMode):
             self.label(TELLING[name], (args, kwargs))
         elif name == "aten._to_copy" and self.kind(args[0]) == "parameters":
             self.label("gathered", out)  # parameters in the compute type
-        if self.micro_batch and not is_free(op, name):
-            self.work(op, name, args, kwargs or {}, out)
+        if self.micro_batch:
+            self.calls += 0 if self.unit else self.weight
+            if not is_free(op, name):
+                self.work(op, name, args, kwargs or {}, out)
         return out
 
     def work(self, op, name, args, kwargs, out):
@@ -303,6 +314,7 @@ class Ledger(TorchDispatchMode):
         _, where = self.marks[-1]
         place = where, self.micro_batch, self.row()
         done = Operation(name, *place, self.sizes(reads), self.sizes(writes), **computed)
+        done.issued = self.calls, len(self.worked_for)
         self.program.append(done)
         return done
 
@@ -390,9 +402,11 @@ def stand_ins(fake, ledger, on_gpu, attention):
         ledger.label("host", copy)
         return copy
 
-    def of_unit(method):  # notes the unit that FSDP gathers, frees or reduces
+    def of_unit(method):  # notes the unit that FSDP2 works for
         def call(group, *args, **options):
             with ledger.busy_with(group.modules[0]):
+                if ledger.micro_batch:
+                    ledger.worked_for.add((ledger.micro_batch, ledger.unit))
                 return method(group, *args, **options)
         return call
 
@@ -431,7 +445,7 @@ def stand_ins(fake, ledger, on_gpu, attention):
         patch.object(fsdp, "clip_grad_norm", marked_clip),
         patch.object(fsdp, "DistributedDataParallel", ddp_in(ledger)),
     ]
-    for name in ("unshard", "reshard", "post_backward"):
+    for name in FSDP2_WORKS:
         method = of_unit(getattr(FSDPParamGroup, name))
         patches.append(patch.object(FSDPParamGroup, name, method))
     if on_gpu:

@@ -5,11 +5,12 @@ and the streams run side by side, as FSDP2 lets them.
     timeline, marks, events, program = rehearse(cfg, world)
     cluster = Cluster(GPUS["H100"], gpus_per_node=8, network=50e9)
     step = run(program, cluster, micro_batches)
-    step.seconds, step.exposed
+    step.seconds, step.busy_host, step.exposed
 
-An operation is a matrix product, attention, or bound by memory; a collective goes round a ring.
-The constants are published ones, with their sources; only the share of the peak that products
-reach was fitted. extras/docs/measurements.md compares the results with runs that others published.
+An operation is a matrix product, attention, or bound by memory; a collective goes round a ring. A
+step takes as long as the GPU does, or the host, which has to start all that work. The constants are
+published ones, with their sources; only the share of the peak that products reach was fitted, and
+the host's are one machine's. extras/docs/measurements.md compares the results with other runs.
 """
 
 import math
@@ -39,6 +40,12 @@ HOP_ACROSS = 14e-6
 # bytes/s of host memory, for each of the ranks that share it: an estimate. LambdaLabs' update of
 # 405B in bf16 on 64 GPUs, 14 bytes per parameter in 4 s, ran at 22e9.
 HOST = 25e9
+# Seconds of the host of one H100 (extras/docs/gpu.md; others took up to 1.5 times as long): for a
+# call of PyTorch's dispatcher, which starts the GPU's work, and for forward and backward of one of
+# FSDP2's units. In a compiled step only the units count.
+DISPATCH = 12e-6
+UNIT = 1.6e-3
+COMPILED_UNIT = 3.4e-3
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class GPU:
 V100 = GPU(
     name="V100-SXM2-32GB",
     peak=PEAK_FLOPS["V100-SXM2-32GB"],
-    products=0.473,  # fitted on the validation pass of fairseq's 13B on one GPU
+    products=0.444,  # fitted on the validation pass of fairseq's 13B on one GPU
     memory=0.9e12,  # data sheet
     nvlink=117e9,  # a DGX-1's 150 by its data sheet, times the share that the A100 reaches of 300
     network=6.25e9,  # a DGX-1's 400 Gb/s per node
@@ -75,7 +82,7 @@ V100 = GPU(
 A100 = GPU(
     name="A100-SXM4-80GB",
     peak=PEAK_FLOPS["A100-SXM4-80GB"],
-    products=0.783,  # fitted; 0.869 by Bekman's table of maximum achievable matmul FLOPS
+    products=0.72,  # fitted; 0.869 by Bekman's table of maximum achievable matmul FLOPS
     memory=2.039e12,  # data sheet
     nvlink=235e9,  # Bekman's all-reduce of 4 GB on 8
     network=25e9,  # 1,600 Gb/s per node
@@ -90,7 +97,7 @@ A100 = GPU(
 H100 = GPU(
     name="H100 80GB HBM3",
     peak=PEAK_FLOPS["H100 80GB HBM3"],
-    products=0.663,  # fitted; 0.803 by Bekman
+    products=0.63,  # fitted; 0.803 by Bekman
     memory=3.35e12,
     nvlink=360e9,  # an estimate
     network=50e9,  # 3,200 Gb/s per node
@@ -132,6 +139,7 @@ class Cluster:
     network: float  # bytes/s per GPU to other nodes
     attention: str
     compiled: bool = False
+    host: float = 1.0  # its host takes so many times the seconds above
 
 
 def find_gpu(name):
@@ -197,10 +205,15 @@ def price(op, cluster):
         rate = large if op.head > 64 else small
         return flops / rate * (1 + 600 / op.length)
     in_memory = moved / (gpu.memory * MEMORY_SHARE)
-    if flops:
-        # The sum of both times was closer to published runs than the larger.
-        return flops / (gpu.peak * gpu.products) + in_memory
-    return max(KERNEL, in_memory)
+    return max(KERNEL, in_memory, flops / (gpu.peak * gpu.products))
+
+
+def of_host(op, cluster):
+    """Seconds that the host needs from the step's begin until it has started the Operation."""
+    calls, units = op.issued
+    if cluster.compiled:
+        return cluster.host * units * COMPILED_UNIT
+    return cluster.host * (calls * DISPATCH + units * UNIT)
 
 
 def price_collective(op, cluster):
@@ -312,31 +325,38 @@ def run(program, cluster, micro_batches):
         if op.stream is COMPUTE and is_wait and end > start:
             waits.append((start, end))
             lost = max(0.0, lost - (end - start))
-    return Step(spans, waits, micro_batches)
+    return Step(spans, waits, micro_batches, cluster)
 
 
 class Step:
-    """seconds; exposed: the share of them in which compute waits for communication. spans, waits:
-    of the one to three micro-batches that were rehearsed, and of the update."""
+    """seconds: of the GPU or of the host, whichever takes longer. busy_host: the share of them in
+    which the host works; exposed: in which compute waits for communication. spans, waits: of the
+    one to three micro-batches that were rehearsed, and of the update."""
 
-    def __init__(self, spans, waits, micro_batches):
+    def __init__(self, spans, waits, micro_batches, cluster):
         self.waits = waits
         self.collectives = [span for span in spans if span.op.event]
         self.compute = [span for span in spans if span.op.stream is COMPUTE]
         self.clock = [0], [0.0]  # rows of the timeline, and when compute comes there
         self.ends = {0: 0.0}  # of each micro-batch, and of the update
+        started = {0: 0.0}  # when the host has started all of each
         for span in self.compute:
             self.clock[0].append(span.op.row)
             self.clock[1].append(span.end)
             self.ends[span.op.part()] = span.end
+            started[span.op.part()] = of_host(span.op, cluster)
 
         # The last micro-batch but one stands for those left out, or in excess.
         last = self.compute[-1]
         rehearsed = last.op.part() - 1
         more = micro_batches - rehearsed
-        begin = self.begin(max(1, rehearsed - 1))
-        end = self.begin(max(2, rehearsed))
-        self.seconds = last.end + more * (end - begin)
+        one, following = max(1, rehearsed - 1), max(2, rehearsed)
+        begin, end = self.begin(one), self.begin(following)
+        self.on_gpu = last.end + more * (end - begin)
+        self.on_host = of_host(last.op, cluster)
+        self.on_host += more * (started[following - 1] - started[one - 1])
+        self.seconds = max(self.on_gpu, self.on_host)
+        self.busy_host = self.on_host / self.seconds
         waited = self.waited(0.0, last.end) + more * self.waited(begin, end)
         self.exposed = waited / self.seconds
 
@@ -391,6 +411,11 @@ def calibrated(program, cluster, micro_batches, seconds):
     def at(share):
         return replace(cluster, gpu=replace(cluster.gpu, products=share))
 
+    own = run(program, cluster, micro_batches)
+    if own.busy_host == 1:
+        raise SystemExit(
+            "--measured: the host is the limit of this step, so it does not tell what products "
+            f"reach; pass --host={cluster.host * seconds / own.on_host:.2f} instead")
     low, high = 0.01, 1.0
     longest, shortest = [run(program, at(share), micro_batches).seconds for share in (low, high)]
     if not shortest <= seconds <= longest:

@@ -302,7 +302,7 @@ def test_plan_pinned_host_memory_is_powers_of_two():
 @pytest.mark.parametrize("t", [torch.empty(4).expand(1000, 4), torch.empty(1000)[:4]])
 def test_plan_a_view_moves_no_more_than_there_is(t):
     """An expanded tensor is smaller than it looks, and a slice than its storage."""
-    [(_, size)] = Ledger(pins_host_memory=False).sizes([t])
+    [(_, size)] = Ledger(pins_host_memory=False, weight=1).sizes([t])
     assert size == 16
 
 
@@ -384,9 +384,9 @@ def test_plan_recipes_say_their_peak_and_time(name):
 
 @pytest.mark.parametrize("config, size, flags, fits", [
     # "Without CPU offloading we'd only be able to fit a batch size of 1 per GPU."
-    ("gpt3_13b", 8, ["--batch_size=1"], True), ("gpt3_13b", 8, ["--batch_size=2"], False),
-    ("gpt3_13b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=256"], True),
-    ("gpt3_6.7b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=128"], True)])
+    ("gpt3_13b", 8, ["--batch_size=1"], "maybe"), ("gpt3_13b", 8, ["--batch_size=2"], "no"),
+    ("gpt3_13b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=256"], "yes"),
+    ("gpt3_6.7b", 1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=128"], "yes")])
 def test_plan_fairseqs_models_fit_v100s_of_32_gb(config, size, flags, fits):
     """As its page on fully sharded training says, with full checkpointing, in fp16. And the
     config's header says what is planned on one."""
@@ -558,7 +558,8 @@ def test_plan_events_come_in_the_order_of_a_real_step(tmp):
 
 def test_plan_says_its_headroom_and_its_network(capsys):
     lines = command(capsys, *TINY, "--world_size=2", "--gpu=H100", "--network=100")
-    assert "fits: at most 90% of a GPU in tensors; the rest is headroom" in lines
+    said = "fits: at most 68% of a GPU in tensors; maybe: 90%; the rest is headroom"
+    assert said in lines
     assert ("assumed: 360 GB/s per GPU in a node of 8, 100 Gb/s per GPU between nodes (--network)"
             in lines)
 
@@ -667,9 +668,10 @@ def test_plan_sent_bytes_are_a_rings(collectives, sent):
 
 
 @pytest.mark.parametrize("size, host, device, fits", [
-    (16, 0, 90, True), (16, 0, 91, False), (16, 10, 90, True), (16, 11, 1, False),
-    (2, 30, 1, True)])  # two ranks on their node
-def test_plan_fits_in_nine_tenths_of_a_gpu_and_a_nodes_host_memory(size, host, device, fits):
+    (16, 0, 68, "yes"), (16, 0, 69, "maybe"), (16, 0, 90, "maybe"), (16, 0, 91, "no"),
+    (16, 10, 90, "maybe"), (16, 11, 1, "no"),
+    (2, 30, 1, "yes")])  # two ranks on their node
+def test_plan_fits_in_two_thirds_of_a_gpu_and_a_nodes_host_memory(size, host, device, fits):
     sizes = dict(gpu_memory=100, host_memory=80)
     machine = SimpleNamespace(**{**vars(MACHINE), **sizes})
     timeline = np.zeros((3, len(KINDS)))
@@ -793,8 +795,10 @@ SHALLOW = "--world_size=8", "--n_layer=4", "--block_size=512", "--n_head=16", "-
 
 
 @pytest.mark.parametrize("argv, gpu_memory, host_memory, taken", [
-    (["--n_layer=2"], 80, math.inf, "single"), (SHALLOW, 14, math.inf, "ddp"),
-    (SHALLOW, 9, math.inf, "shard_grad_op"), (SHALLOW, 2, math.inf, ""),
+    (["--n_layer=2"], 80, math.inf, "single"), (SHALLOW, 18, math.inf, "ddp"),
+    (SHALLOW, 12.2, math.inf, "shard_grad_op"),  # ddp may fit
+    (SHALLOW, 7.5, math.inf, "shard_grad_op"),  # and here it may
+    (SHALLOW, 2, math.inf, ""),
     ([*SHALLOW, "--cpu_offload=1"], 9, 4, "")])
 def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, host_memory, taken):
     lines = command(
@@ -802,16 +806,21 @@ def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, ho
     heads = [line for line in lines if line.endswith("fits  peak at")][0].split()
     assert heads[3:12] == [*KINDS[1:], "peak", "valley", "host/node", "sent"]
     unit = dict(GiB=1, MiB=1024)[heads[0]]
-    fitting = []
+    fitting = dict(yes=[], maybe=[], no=[])
     for name, *cells in [line.split() for line in lines if line.startswith((*STRATEGIES,))]:
         sizes = [float(cell.replace(",", "")) for cell in cells[:9]]
         assert sum(sizes[:5]) == pytest.approx(sizes[5], abs=0.03)
-        fits = sizes[5] <= 0.9 * gpu_memory * unit and sizes[7] <= host_memory * unit
-        assert cells[9] == ("yes" if fits else "no")
-        if fits and (name != "single" or argv[0] != SHALLOW[0]):
-            fitting.append(name)
-    assert fitting[:1] == ([taken] if taken else [])
-    last = f"--strategy={taken}" if taken else "--loss_chunks=8"
+        share = sizes[5] / (gpu_memory * unit)
+        if sizes[7] > host_memory * unit:
+            share = math.inf
+        fits = "yes" if share <= 0.68 else "maybe" if share <= 0.9 else "no"
+        assert cells[9] == fits
+        if name != "single" or argv[0] != SHALLOW[0]:
+            fitting[fits].append(name)
+    simplest = [*fitting["yes"], *fitting["maybe"]][:1]
+    assert simplest == ([taken] if taken else [])
+    verb = "take" if fitting["yes"] else "try"
+    last = f"{verb} --strategy={taken}, " if taken else "--loss_chunks=8"
     assert last in lines[-1]
 
 
@@ -864,7 +873,7 @@ def test_plan_table_of_a_large_model_is_quick_and_small():
     lines = p.stdout.splitlines()
     rows = [line for line in lines if line.startswith((*STRATEGIES,))]
     assert [line.split()[0] for line in rows] == list(STRATEGIES)
-    fits = {line.split()[0]: "  yes " in line for line in rows if line.startswith(OURS)}
+    fits = {line.split()[0]: "  no " not in line for line in rows if line.startswith(OURS)}
     assert "4 units and the root; transformer.h.0 has 1,811.96M parameters" in p.stdout
     assert fits == dict(single=False, ddp=False, shard_grad_op=False, full_shard=True,
                         hybrid_shard=True)
