@@ -7,8 +7,9 @@ nothing to restore.
     batches.prefetch_next(step, micro)       # read the following one while the GPU is busy
 
 A split is cut into windows of block_size tokens. Each epoch visits every window once, in
-an order that is computed window by window, without a shuffled index in memory. (nanoGPT
-draws random offsets instead.)
+an order that is computed window by window, without a shuffled index in memory, and each cuts
+the text at other places: a model that saw the same windows again would learn them by heart.
+(nanoGPT draws random offsets instead.)
 
 A split is a file or shards; files.py describes them, and the masks. Masked-out targets are -1,
 which models ignore. A window with no other targets is read anyway, with weight 0: skipping it
@@ -29,6 +30,7 @@ from data.files import extra, open_masks, open_split, require_uint16
 from data.tokenizer import TOKENIZERS
 
 HERE = Path(__file__).absolute().parent
+GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
 
 
 def open_batches(cfg, world):
@@ -169,13 +171,14 @@ class TokenFiles:
         """SystemExit if the data is missing, damaged or does not fit the model."""
         self.block_size = block_size
         self.vocab_size = vocab_size
-        window = read_meta(directory).get("window", block_size)
-        if window != block_size:
+        window = read_meta(directory).get("window")
+        if window not in (None, block_size):
             raise SystemExit(
                 f"block_size={block_size}, but {directory} is padded to windows of {window}; "
                 f"pass --block_size={window}, or prepare it again with --window={block_size}")
         self.files = open_split(directory, split)
         self.masks = open_masks(self.files)
+        self.moves = window is None and not self.masks  # padded windows stay, and counted ones
         # n windows take n * block_size + 1 tokens: the last input needs a target too.
         self.starts = [0]  # the number of each file's first window
         for tokens in self.files:
@@ -207,7 +210,16 @@ class TokenFiles:
         """How many targets of these windows count."""
         if not self.masks:
             return len(windows) * self.block_size
-        return self.counts[windows].sum().item()
+        return self.counts[windows % len(self)].sum().item()
+
+    def place(self, window):
+        """(file, position of its first token in it) of a window, numbered as by train_order."""
+        epoch, window = divmod(int(window), len(self))
+        file = bisect_right(self.starts, window) - 1
+        start = (window - self.starts[file]) * self.block_size
+        if self.moves:
+            start += int(epoch * GOLDEN % 1 * self.block_size)
+        return file, min(start, len(self.files[file]) - self.block_size - 1)
 
     def batch(self, windows):
         """Inputs and targets of these windows: (len(windows), block_size) each, int64."""
@@ -215,8 +227,7 @@ class TokenFiles:
         x = np.empty((len(windows), T), np.int64)
         y = np.empty_like(x)
         for row, window in enumerate(windows):
-            file = bisect_right(self.starts, window) - 1
-            start = (window - self.starts[file]) * T  # its first token's position in the file
+            file, start = self.place(window)
             tokens = self.files[file][start:start + T + 1]
             largest = tokens.max()
             if largest >= self.vocab_size:
@@ -307,14 +318,15 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 def train_order(n, seed, first, count, number=0):
-    """The windows, out of n, of training samples first .. first + count - 1. An epoch is n
-    samples. Another `number` gives another order."""
+    """The windows of training samples first .. first + count - 1. An epoch is n samples, and the
+    windows of epoch e have the numbers e * n .. e * n + n - 1. Another `number` gives another
+    order."""
     epochs, samples = np.divmod(np.arange(first, first + count), n)
     order = np.empty(count, np.int64)
     for epoch in set(epochs.tolist()):
         now = epochs == epoch
         # (SeedSequence takes (seed, epoch, 0) for (seed, epoch).)
-        order[now] = permute(samples[now], n, key=(seed, epoch, number))
+        order[now] = epoch * n + permute(samples[now], n, key=(seed, epoch, number))
     return order
 
 
