@@ -151,6 +151,7 @@ def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
 
 def case_one_gpu():
     """What this rank sees, and takes; and a sum."""
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()  # so that this opens one
     world = ranks.setup("auto", "auto")
     total = torch.ones(1)
