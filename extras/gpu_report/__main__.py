@@ -183,6 +183,8 @@ def main(argv):
             keys = row.keys or (row.trains and table[row.trains].keys)
             if keys and not row.needs:
                 more = ["--attention=flash2"] if row.env and "SDPA" in row.env[0][0] else []
+                if setting.simulated:
+                    more.append("--host=1e-6")  # its clock has no host
                 plans[row.name] = planners.submit(
                     predict.step, keys, row.gpus, smallest, n, setting.folder, more)
         run_rows(todo, n, plans, deadline, own, setting, smallest, keep)
