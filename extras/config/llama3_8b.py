@@ -6,7 +6,7 @@
 # 128 GB, 16.1 GB per GPU on 8. For Llama 3.1 add rope_factor = 8.0, unless it starts from the
 # hub's model, which brings its own.
 # On 8 GPUs the plan's peak is 22.4 GiB.
-# With --gpu=H100 it plans 8.617 s per step and an MFU of 44.5%; 1,000 steps are 0.10 days.
+# With --gpu=H100 it plans 8.618 s per step and an MFU of 44.5%; 1,000 steps are 0.10 days.
 
 out_dir = 'out-llama3-8b'
 init_from = 'meta-llama/Meta-Llama-3-8B'  # accept its license there first; scratch: a new one
