@@ -318,9 +318,8 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 def train_order(n, seed, first, count, number=0):
-    """The windows of training samples first .. first + count - 1. An epoch is n samples, and the
-    windows of epoch e have the numbers e * n .. e * n + n - 1. Another `number` gives another
-    order."""
+    """The windows of training samples first .. first + count - 1. An epoch visits all n windows:
+    epoch e's have the numbers e * n .. e * n + n - 1. Another `number` gives another order."""
     epochs, samples = np.divmod(np.arange(first, first + count), n)
     order = np.empty(count, np.int64)
     for epoch in set(epochs.tolist()):

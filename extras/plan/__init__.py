@@ -218,7 +218,7 @@ def parse(argv):
     add("--measured", type=float, metavar="TOK/S",
         help="per GPU, in a short run of this config: products then run as fast as there")
     add("--host", type=float, default=1.0, metavar="TIMES",
-        help="how long your CPU takes for its part, beside that of one H100 (1.5 on another)")
+        help="how long your CPU takes for its part, beside that of one H100 (two others: 1.4 to 2)")
     add("--tokens", type=float,
         help="of the whole run: prints its days and GPU-hours on each number of GPUs")
     add("--price", type=float,

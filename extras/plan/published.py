@@ -4,10 +4,10 @@ Throughputs that others published, and the plan's for the same runs.
     python -m extras.plan.published runs.csv    # each row, and the errors by group
     python -m extras.plan.published runs.csv --measured    # when one row sets the rate for others
 
-Rows of each kind are here, for test_timing.py; no constant was fitted on them. A file with more has
-the same columns and may have others. tok_s_gpu: tokens per second and GPU. node: GPUs per node, if
-they are not 8. offload: as --cpu_offload. Rows that the plan's keys cannot express are passed over,
-and named.
+Rows of each kind are here, for test_timing.py. (The rates of products were chosen with such rows at
+hand.) A file with more has the same columns and may have others. tok_s_gpu: tokens per second and
+GPU. node: GPUs per node, if they are not 8. offload: as --cpu_offload. Rows that the plan's keys
+cannot express are passed over, and named.
 
 Times are linear in depth, so models of 2 and 4 blocks are rehearsed, once for all numbers of GPUs,
 as by --world_size=8,16.

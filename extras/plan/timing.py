@@ -40,9 +40,9 @@ HOP_ACROSS = 14e-6
 # bytes/s of host memory, for each of the ranks that share it: an estimate. LambdaLabs' update of
 # 405B in bf16 on 64 GPUs, 14 bytes per parameter in 4 s, ran at 22e9.
 HOST = 25e9
-# Seconds of the host of one H100 (extras/docs/gpu.md; others took up to 1.5 times as long): for a
-# call of PyTorch's dispatcher, which starts the GPU's work, and for forward and backward of one of
-# FSDP2's units. In a compiled step only the units count.
+# Seconds of the host of one H100 (extras/docs/gpu.md; two others took 1.4 to 2 times as long): for
+# a call of PyTorch's dispatcher, which starts the GPU's work, and for forward and backward of one
+# of FSDP2's units. In a compiled step only the units count.
 DISPATCH = 12e-6
 UNIT = 1.6e-3
 COMPILED_UNIT = 3.4e-3
