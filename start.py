@@ -46,7 +46,8 @@ def with_base(source, resumed, cfg, key):
     if source.base:
         return source
     if resumed:  # a run without adapters
-        configurator.refuse(key, getattr(cfg, key), 0, source.path)
+        off = getattr(configurator.Config, key)
+        configurator.refuse(key, getattr(cfg, key), off, source.path)
     return checkpoint.on_base(source, cfg.init_from)
 
 

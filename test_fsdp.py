@@ -74,6 +74,7 @@ HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
 UNITS = dict(model="test_fsdp", wrap_min_params=1000)  # embedding and head are units, too
 STRATEGIES = [*WAYS.values()]
 mode = configurator.STRATEGIES.get  # a strategy's row
+SHARDED = [(world, keys) for world, keys in STRATEGIES if mode(keys["strategy"]).sharded]
 AT_TWO = [keys["strategy"] for world, keys in STRATEGIES if world == 2]
 
 
@@ -124,14 +125,15 @@ FACTORS = dict(
 
 
 def allowed(keys):
-    by_size, mode = keys["wrap_min_params"], keys["activation_checkpointing"]
-    if keys["strategy"] == "ddp" and (keys["cpu_offload"] or by_size or keys["prefetch_blocks"]):
+    by_size, kind = keys["wrap_min_params"], keys["activation_checkpointing"]
+    of_sharding = keys["cpu_offload"] or by_size or keys["prefetch_blocks"]
+    if of_sharding and not mode(keys["strategy"]).sharded:
         return False
-    if by_size and mode == "selective":
+    if by_size and kind == "selective":
         return False
-    if by_size and keys["prefetch_blocks"] and (mode == "full" or keys["loss_chunks"]):
+    if by_size and keys["prefetch_blocks"] and (kind == "full" or keys["loss_chunks"]):
         return False
-    return not keys["activation_offload"] or mode == "full"
+    return not keys["activation_offload"] or kind == "full"
 
 
 def pairwise():
@@ -219,7 +221,7 @@ def test_parity_of_modes_pairs_of_options_and_an_untied_head(tmp, ranks, plain, 
 # mechanisms: what a loss cannot show
 
 
-@case(*((world, f"mech-{keys['strategy']}", keys) for world, keys in STRATEGIES[1:]))
+@case(*((world, f"mech-{keys['strategy']}", keys) for world, keys in SHARDED))
 def case_mechanisms(tmp, **overrides):
     allocated = []
     materialize = fsdp.materialize
@@ -262,7 +264,7 @@ def case_mechanisms(tmp, **overrides):
         inside=inside, outside=gathered())
 
 
-@pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in STRATEGIES[1:]])
+@pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in SHARDED])
 def test_mechanisms_of_sharding(ranks, world, strategy):
     per_rank = values(ranks(world), f"mech-{strategy}")
     for r in per_rank:
@@ -297,7 +299,7 @@ MORE_TRAFFIC = {
     "regather table": (4, "coll-regather-table", dict(ZERO3, **REGATHER, **UNITS))}
 
 
-@case(*((world, f"drawn-{keys['strategy']}", keys) for world, keys in STRATEGIES[2:]))
+@case(*((world, f"drawn-{keys['strategy']}", keys) for world, keys in SHARDED[1:]))
 def case_drawn(tmp, **overrides):
     with patch.object(model.normal, "chunk", 100):  # of a few rows of the tiny model
         counted = []
@@ -317,7 +319,7 @@ def case_drawn(tmp, **overrides):
         return sum(counted)
 
 
-@pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in STRATEGIES[2:]])
+@pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in SHARDED[1:]])
 def test_mechanisms_a_rank_draws_its_rows_of_the_one_model(ranks, world, strategy):
     drawn = values(ranks(world), f"drawn-{strategy}")
     total = sum(p.numel() for p in plain_gpt().parameters() if p.dim() > 1)
@@ -486,7 +488,8 @@ def case_calls(tmp, strategy):
         run = built(tmp, strategy=strategy, compile=True, **keys)
     names = {module: name for name, module in run.wrapped.named_modules()}
     functions = [call.args[0] for call in compiled.call_args_list]
-    calls = [[f"{names[f.__self__]}.{f.__name__}".lstrip(".") for f in functions]]
+    found = [f"{names[f.__self__]}.{f.__name__}" for f in functions]
+    calls = [[name.removeprefix("module.").lstrip(".") for name in found]]  # DDP's, and no name
     for method in (forward, backward):
         modules = [(call.args[0], *sum(call.args[1:], [])) for call in method.call_args_list]
         calls.append([[names[m] for m in row] for row in modules])
@@ -498,14 +501,13 @@ def case_calls(tmp, strategy):
 def test_mechanisms_blocks_are_compiled_prefetched_and_offloaded(ranks, strategy):
     compiled, forward, backward, offloaded = values(ranks(2), f"calls-{strategy}")[0]
     h0, h1, h2 = (f"transformer.h.{i}" for i in range(3))
-    if strategy == "ddp":
-        assert compiled == [f"module.{h}.forward" for h in (h0, h1, h2)] + ["module.head_loss"]
-        assert (forward, backward, offloaded) == ([], [], [])
-    else:
-        assert compiled == [f"{h}.forward" for h in (h0, h1, h2)] + ["head_loss"]
+    assert compiled == [f"{h}.forward" for h in (h0, h1, h2)] + ["head_loss"]
+    if mode(strategy).sharded:
         assert forward == [[h0, h1, h2], [h1, h2], [h2]]
         assert backward == [[h0], [h1, h0], [h2, h1, h0]]
         assert offloaded == [h1]
+    else:
+        assert (forward, backward, offloaded) == ([], [], [])
 
 
 # -----------------------------------------------------------------------------

@@ -263,6 +263,8 @@ def test_every_optimizer_agrees_sharded_and_resumed(tmp, optimizer):
         with suppress(SystemExit):
             resolve(Config(**own), World(size=2), True)
             cases[name] = (case_named, dict(own, tmp=tmp, name=f"{optimizer}-{name}"))
+    if not cases:
+        pytest.skip("it runs in one process only")
     strategy = list(cases)[-1]
     resumed, later = {}, {}
     for kind in ("full", "sharded"):
