@@ -2,7 +2,7 @@
 One command for whoever has a GPU: what no CPU can tell, as a file.
 
     python -m extras.gpu_report                  # ten minutes on one GPU
-    python -m extras.gpu_report --minutes=60     # on eight
+    python -m extras.gpu_report --minutes=60     # on two or more
     SIM_GPUS=2 python -m extras.gpu_report --tiny    # to try it, on simulated ones
 
 It writes gpu-report.md, gpu-report.json and the logs in gpu-report-logs/. After each row they are
