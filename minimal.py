@@ -1,5 +1,5 @@
 """
-FSDP2 in seventy lines of code. A small GPT learns to write Python from PyTorch's own source:
+FSDP2 at its smallest. A small GPT learns to write Python from PyTorch's own source:
 
     torchrun --standalone --nproc_per_node=2 minimal.py
 

@@ -14,7 +14,6 @@ extras/ have a table of their own, beside its tests.
 import os
 import platform
 import re
-from dataclasses import replace
 
 import pytest
 from commands import (
@@ -25,6 +24,7 @@ from commands import (
     SCRIPT,
     Not,
     Run,
+    commands_of,
     in_the_table,
     make_clone,
     pages,
@@ -46,7 +46,7 @@ ONE_GPU = Not("test_cuda_page_starts_two_nodes_on_one_gpu")
 FAIRSEQ = Not("13B: test_commands_for_fairseqs_two_resolve")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
-PLAY = replace(trains(dataset="python_stdlib", shows="step"), needs="extras")
+AGAIN = Not("line by line: test_commands_of_the_first_block_run_as_they_stand compares the two")
 LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave
 
 # {page: [(how a command begins, what to do with it)]}, in the page's order
@@ -59,21 +59,24 @@ ROWS = {
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py",
          trains(2, shows="step")),
         ("python sample.py --out_dir=out-quickstart", SAMPLE),
-        ("python data/shakespeare_char/prepare.py", NETWORK),
-        ("python train.py extras/config/train_shakespeare_char_muon.py", PLAY),
-        ("python sample.py --out_dir=out-shakespeare-char", replace(SAMPLE, needs="extras")),
+        ("python3 -m venv .venv", AGAIN),
+        (". .venv/bin/activate", AGAIN),
+        ("pip install -r requirements.txt", AGAIN),
+        ("python data/python_stdlib/prepare.py", AGAIN),
+        ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py", AGAIN),
+        ("python sample.py --out_dir=out-quickstart", AGAIN),
         ("torchrun --standalone --nproc_per_node=2 minimal.py", Run(exact="2.15")),
+        ("python train.py config/quickstart.py --dtype=float32", LOSSES),
+        ("for strategy in ddp shard_grad_op full_shard; do torchrun", LOSSES),
         ("python -m extras.plan extras/config/llama2_7b.py --world_size=8",
          Run(exact="2", needs="extras")),
         ("python data/openwebtext/prepare.py --limit=10000", NETWORK),
         ("python data/prepare.py my_data notes/*.txt", Run()),
         ("python train.py config/quickstart.py --dataset=my_data", trains()),
-        ("python train.py config/quickstart.py --init_from=resume", trains(4)),
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --init_from=auto",
-         trains(6)),
+         trains(4)),
+        ("python train.py config/quickstart.py --init_from=resume", trains(6)),
         ("python checkpoint.py full out-quickstart", Run()),
-        ("python train.py config/quickstart.py --dtype=float32", LOSSES),
-        ("for strategy in ddp shard_grad_op full_shard; do torchrun", LOSSES),
         ("python3 -m venv .venv", INSTALL),
         (". .venv/bin/activate", INSTALL),
         ("pip install -r requirements.txt pytest-xdist", INSTALL),
@@ -157,6 +160,8 @@ def clone(tmp_path_factory):
 
 def test_commands_of_the_first_block_run_as_they_stand(clone):
     """README's, up to its sample: data, a run on two ranks, text."""
+    block, lines = re.findall(r"^```sh\n(.*?)^```", read("README.md"), re.M | re.S)[:2]
+    assert commands_of(block) == commands_of(lines)
     rows = [row for _, row in ROWS["README.md"]]
     run_page(clone, "README.md", ROWS["README.md"][:rows.index(SAMPLE) + 1])
 
@@ -177,7 +182,7 @@ def test_commands_table_of_losses(clone):
     runs = [losses(clone / f"out-{name}") for name in names]
     for run in runs:
         assert run == pytest.approx(runs[0], abs=1e-5)
-    if f"Python {platform.python_version()}'s own" in read("README.md"):
+    if f"Python {platform.python_version()}'s standard library" in read("README.md"):
         for step, first, _ in table:  # of the losses every tenth is logged
             assert runs[0][int(step) // 10] == pytest.approx(float(first), abs=2e-4)
 

@@ -12,7 +12,7 @@ import tokenize
 
 import pytest
 from commands import pages, read, require_links
-from harness import HERE, copied, python, shell
+from harness import HERE, python
 from test_config import keys, require_read_and_tested, text_of
 from test_readme import CORE, floors, house, that_know_strategies_by_name
 
@@ -53,11 +53,11 @@ def test_readme_shows_the_heart_of_minimal():
     block = re.search(r"^```python\n(.*?)^```", read("README.md"), re.M | re.S)[1]
     shown = [line for line in block.splitlines() if line.strip() != "..."]
     left = iter(read("minimal.py").splitlines())
-    assert 10 <= len(shown) <= 12 and all(line in left for line in shown)
+    assert 10 <= len(shown) <= 14 and all(line in left for line in shown)
 
 
 def test_readme_is_short():
-    assert len(read("README.md").split()) <= 1700
+    assert len(read("README.md").split()) <= 1500
 
 
 def code_lines(path):
@@ -78,17 +78,18 @@ def code_lines(path):
 
 
 def test_readme_counts_the_code():
-    """minimal.py, to 5 lines; the four files, and all that train.py imports, to 50."""
+    """minimal.py's, to 5; of code the four files', and all that train.py imports, to 50."""
     text = " ".join(read("README.md").split())
     minimal, core, imported = re.search(
         r"in (\d+) lines\. .* of (\d+) lines of code, ([\d,]+) with all imports", text).groups()
-    assert abs(code_lines("minimal.py") - int(minimal)) <= 5
+    assert abs(len(read("minimal.py").splitlines()) - int(minimal)) <= 5
     files = ["model.py", "train.py", "fsdp.py", "ranks.py"]
     assert abs(sum(map(code_lines, files)) - int(core)) <= 50
     rooms = house(CORE)["train"] | {"train"}
     for room in sorted(rooms):  # and what those import; nothing lies deeper
         rooms |= house(CORE)[room]
-    files = [f"{room}.py" for room in rooms - {"data"}] + ["data/loader.py", "data/files.py"]
+    files = [f"{room}.py" for room in rooms - {"data"}]
+    files += [f"data/{name}.py" for name in ("loader", "files", "tokenizer")]
     assert abs(sum(map(code_lines, files)) - int(imported.replace(",", ""))) <= 50
 
 
@@ -125,17 +126,3 @@ def test_config_every_key_is_read_and_tested():
     tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
     ours = [f for f in keys("gpt2") if not f.name.startswith(("lora_", "frozen_dtype"))]
     require_read_and_tested(ours, code, tests)
-
-
-@pytest.mark.slow
-def test_fork_the_diff_adds_an_optimizer(tmp_path):
-    """docs/fork.md begins with it, and with the test to run: both, in a copy of the project."""
-    page = read("docs/fork.md")
-    copy = copied(tmp_path / "copy")
-    diff = re.search(r"^```diff\n(.*?)^```", page, re.M | re.S)[1]
-    (copy / "nadam.diff").write_text(diff)
-    p = shell("git", "apply", "nadam.diff", cwd=copy)
-    assert p.returncode == 0, p.stderr
-    command = re.search(r"^python (-m pytest .*)", page, re.M)[1].split()
-    p = python(*command, cwd=copy, env={"PYTHONPATH": str(copy)})
-    assert p.returncode == 0 and "1 passed" in p.stdout, p.stdout
