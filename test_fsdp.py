@@ -489,7 +489,8 @@ def case_calls(tmp, strategy):
     names = {module: name for name, module in run.wrapped.named_modules()}
     functions = [call.args[0] for call in compiled.call_args_list]
     found = [f"{names[f.__self__]}.{f.__name__}" for f in functions]
-    calls = [[name.removeprefix("module.").lstrip(".") for name in found]]  # DDP's, and no name
+    # "module." is DDP's, and a lone dot is left of a root without a name.
+    calls = [[name.removeprefix("module.").lstrip(".") for name in found]]
     for method in (forward, backward):
         modules = [(call.args[0], *sum(call.args[1:], [])) for call in method.call_args_list]
         calls.append([[names[m] for m in row] for row in modules])

@@ -6,6 +6,7 @@ docs/fork.md's code, as it stands on the page.
 
 import os
 import re
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,8 +21,10 @@ from harness import (
     plain_gpt,
     python,
     read_ckpt,
+    refused,
     run_training,
     shell,
+    tiny,
     two_each,
     values,
 )
@@ -29,6 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp
+import start
 import train
 from model import GPT, normal
 
@@ -123,3 +127,11 @@ def test_fork_adapter_begins_as_its_base_and_trains_only_scales():
     assert ours == plain_loss
     ours.backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_fork_an_adapter_is_refused_with_the_default_of_its_key(tmp):
+    """Where a run without it was; the key here stands for one of a fork's, which may be a bool."""
+    cfg = tiny(tmp, activation_offload=True)
+    plain = SimpleNamespace(base=None, path="out/ckpt.pt")
+    said = refused(start.with_base, plain, True, cfg, "activation_offload")
+    assert "out/ckpt.pt has activation_offload=False; pass --activation_offload=False" in said
