@@ -35,7 +35,7 @@ from commands import (
     trains,
     typed_elsewhere,
 )
-from harness import losses
+from harness import losses, read_ckpt
 
 from configurator import load_config, resolve
 from ranks import World
@@ -73,9 +73,9 @@ ROWS = {
         ("python data/openwebtext/prepare.py --limit=10000", NETWORK),
         ("python data/prepare.py my_data notes/*.txt", Run()),
         ("python train.py config/quickstart.py --dataset=my_data", trains()),
+        ("python train.py config/quickstart.py --init_from=resume", trains(4)),
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --init_from=auto",
-         trains(4)),
-        ("python train.py config/quickstart.py --init_from=resume", trains(6)),
+         trains(6)),
         ("python checkpoint.py full out-quickstart", Run()),
         ("python3 -m venv .venv", INSTALL),
         (". .venv/bin/activate", INSTALL),
@@ -170,6 +170,14 @@ def test_commands_of_the_first_block_run_as_they_stand(clone):
 @pytest.mark.parametrize("page", ROWS)
 def test_commands_run_as_they_stand_on_the_page(clone, page):
     run_page(clone, page, ROWS[page])
+
+
+@pytest.mark.slow
+def test_commands_of_resuming_end_in_a_full_checkpoint(clone):
+    """Of the sharded one before it: README's last line about it had something to do."""
+    out = clone / "out-quickstart"
+    assert (out / "step-000000006" / "header.json").exists()
+    assert read_ckpt(out)["iter_num"] == 6
 
 
 @pytest.mark.slow
