@@ -1,5 +1,8 @@
 """
-Checkpoints: a run saves its state, and another run, at any world size, loads it.
+What a checkpoint is: written from a run's state, opened and checked at any world size.
+
+    source = find("out-x", world)            # the newest intact one, a Source; or None
+    load(source, model, optimizer, world)    # each rank reads the rows that it keeps
 
     out_dir/ckpt.pt      full: one file in nanoGPT's layout, which nanoGPT can read
     out_dir/last.pt      full, with always_save_checkpoint=False, where ckpt.pt is the best
@@ -7,71 +10,61 @@ Checkpoints: a run saves its state, and another run, at any world size, loads it
     out_dir/step-<n>/    sharded: each rank writes its rows
     out_dir/best         a link to the best sharded one, with always_save_checkpoint=False
 
-    python checkpoint.py full out-x    # out-x's newest checkpoint, sharded, as out-x/ckpt.pt
-
 Any strategy at any world size reads both kinds. In memory a state is flat,
 {"model.<name>": tensor, "exp_avg.<name>": tensor, ...}, with a header of plain values.
 
 Full: rank 0 gathers the state into its host memory, tensor by tensor, and writes one file.
 Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the
 checksums of all files; only now is the directory a checkpoint.
-To read either kind, every rank maps the files and takes the rows that it keeps now.
+To read either kind, every rank maps or opens the files and takes the rows that it keeps now.
 So a kill at any moment leaves the last complete checkpoint. Loading one never runs code from it.
+saves.py says when a run saves, and which ones stay.
 """
 
-import fcntl
+import io
 import json
-import math
 import os
 import pickle
 import re
 import shutil
 import sys
-import time
-import warnings
 import zipfile
 import zlib
-from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.tensor import DTensor
 
-from configurator import as_dict, model_args
 from data.files import sync, write_files
-from data.loader import SafeUnpickler, data_dir, read_meta
-from fsdp import gather_full, tied_names, write_full
+from data.loader import SafeUnpickler
+from fsdp import write_full
 from optimizer import allocate_state
-from ranks import (
-    PATIENCE,
-    World,
-    all_reduce_mean_,
-    first_line,
-    from_rank0,
-    patient_group,
-    print0,
-    run,
-)
+from ranks import all_reduce_mean_, first_line, from_rank0, print0
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
 # Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in one process
 
 
 # ---------- a state in memory -------------------------------------------------
 
 
-def flat_state(model, optimizer=None, left_out=()):
+def not_saved(model):
+    """Names of the parameters that no checkpoint holds: a run takes their values from
+    `initial_value` whenever it starts."""
+    return getattr(model, "not_saved", ())
+
+
+def flat_state(model, optimizer=None):
     """{"model.<name>": parameter, "<key>.<name>": its optimizer state}, sharded as they are
-    now; tied parameters have their first name. left_out: names of parameters."""
+    now; tied parameters have their first name."""
     tensors = {}
     for name, p in model.named_parameters():
-        if name in left_out:
+        if name in not_saved(model):
             continue
         tensors[f"model.{name}"] = without_float8_wrapper(p.detach())
         if optimizer:
@@ -88,21 +81,6 @@ def without_float8_wrapper(t):
         return t
     return DTensor.from_local(
         rows._tensor, t.device_mesh, t.placements, shape=t.shape, stride=t.stride())
-
-
-def require_finite_state(tensors, world, step):
-    """SystemExit on all ranks if any rank has a NaN or an infinity (collective)."""
-    norms = []
-    for t in tensors.values():
-        rows = t.to_local() if isinstance(t, DTensor) else t
-        norms.append(rows.float().norm(1).to(world.device))
-    # One copy to the host, since it waits for the GPU. A mean keeps NaN and infinity.
-    norms = all_reduce_mean_(torch.stack(norms).cpu(), world)
-    for key, norm in zip(tensors, norms):
-        if not norm.isfinite():
-            raise SystemExit(
-                f"{key} is not finite (NaN or infinity) after step {step} and is not saved: "
-                "try a lower learning_rate, or grad_clip=1.0")
 
 
 def load(source, model, optimizer, world):
@@ -134,28 +112,9 @@ def load(source, model, optimizer, world):
         print0(world, f"{source.path} lacks optimizer state of {len(anew)} parameters that "
                       "train now; theirs starts anew")
 
-    # 3) Read the rest.
-    wanted = flat_state(model, optimizer)
-    if source.only_base:  # initial_value sets the new matrices
-        wanted = {f"model.{name}": wanted[f"model.{name}"] for name in model.base_names}
-    source.read(wanted, model.config)
-    if world.size > 1:
-        # Another rank's disk may be slow. Wait here, since a collective would time out.
-        dist.barrier(patient_group())
-
-
-def require_shape(source, key, ours, config):
-    """SystemExit if the model's shape, `ours`, is not the checkpoint's. Only a table of
-    positions may be longer in the checkpoint than this run's context."""
-    theirs = source.shapes.get(key)
-    if theirs == ours:
-        return
-    if theirs and theirs[1:] == ours[1:]:
-        lengths = (source.header["model_args"].get("block_size"), config.block_size)
-        if (theirs[0], ours[0]) == lengths and theirs[0] > ours[0]:
-            return
-    raise SystemExit(
-        f"{source.path} is of another model: {key} is {theirs or 'missing'}, not {ours}")
+    # 3) Read the rest: of each tensor the rows that this rank keeps.
+    for key, t in flat_state(model, optimizer).items():
+        write_full(t, source.value(key, tuple(t.shape), model.config))
 
 
 # ---------- full: one file ----------------------------------------------------
@@ -301,31 +260,57 @@ def open_sharded(path):
     header = read_header(path)
     if checksum(os.path.join(path, ".metadata")) != header["files"][".metadata"]:
         raise ValueError("its .metadata is damaged")
-    entries = MetadataReader(path).read_metadata().state_dict_metadata
+    with open(os.path.join(path, ".metadata"), "rb") as f:
+        metadata = MetadataUnpickler(f, DESCRIBES_TENSORS).load()
+    entries = metadata.state_dict_metadata
     shapes = {key: tuple(entry.size) for key, entry in entries.items()}
 
+    @lru_cache(16)  # a file that falls out is closed
+    def opened(name):
+        return open(os.path.join(path, name), "rb")
+
+    def read(key, chunk):
+        """The rows that one rank has written."""
+        place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        file = opened(place.relative_path)
+        file.seek(place.offset)
+        return torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+
     def get(key):
-        tensor = torch.empty(shapes[key], dtype=entries[key].properties.dtype)
-        read_sharded(path, {key: tensor})
-        return tensor
+        entry = entries[key]
+        if not shapes[key]:  # a scalar has no rows
+            return read(key, entry.chunks[0])
+        return Rows(shapes[key], entry.properties.dtype, entry.chunks, partial(read, key))
 
     return Source(path, header, shapes, get, sharded=True)
 
 
-def read_sharded(path, tensors):
-    """Fill tensors, each with this rank's rows. Ranks don't wait for each other."""
-    dcp.load(tensors, storage_reader=MetadataReader(path), no_dist=True)
+class Rows:
+    """A tensor of a sharded checkpoint. value[a:b] reads only rows a to b, from the files of the
+    ranks that wrote them. (dcp.load fills tensors that have their final shape and placement.)"""
 
+    def __init__(self, shape, dtype, chunks, read):
+        self.shape = shape
+        self.dtype = dtype
+        self.chunks = chunks  # where each rank's rows begin, and how many they are
+        self.read = read  # function: chunk -> tensor
 
-class MetadataReader(dcp.FileSystemReader):
-    """PyTorch's own reader uses pickle.load for .metadata, which can run code."""
-
-    def read_metadata(self, *args, **kwargs):
-        with open(os.path.join(self.path, ".metadata"), "rb") as f:
-            return MetadataUnpickler(f, DESCRIBES_TENSORS).load()
+    def __getitem__(self, rows):
+        n, *row = self.shape
+        first, last, _ = rows.indices(n)
+        value = torch.empty(last - first, *row, dtype=self.dtype)
+        for chunk in self.chunks:
+            start = chunk.offsets[0]
+            a = max(first, start)
+            b = min(last, start + chunk.sizes[0])
+            if a < b:
+                value[a - first:b - first] = self.read(chunk)[a - start:b - start]
+        return value
 
 
 class MetadataUnpickler(SafeUnpickler):
+    """For .metadata. PyTorch's own reader uses pickle.load, which can run code."""
+
     def find_class(self, module, name):
         if (module, name) == ("builtins", "getattr"):
             return lambda *args: None  # Python 3.11.2 writes an enum so: the layout, not needed
@@ -371,33 +356,25 @@ class Source:
     path: str
     header: dict
     shapes: dict  # {flat key: shape}
-    get: object = None  # function: flat key -> the whole tensor on the CPU
+    get: object = None  # function: flat key -> the value, whose [a:b] reads only rows a to b
     sharded: bool = False
-    base: object = None  # the Source of the model that its LoRA matrices adapt
-    only_base: bool = False  # a new LoRA run's: it has the base alone, and no matrices yet
 
-    def has(self, name):
-        """True if it, or its base, has values for this parameter."""
-        in_base = self.base is not None and self.base.has(name)
-        return in_base or f"model.{name}" in self.shapes
+    def value(self, key, shape, config):
+        """The value of a parameter of this shape, for write_full, which reads only the rows that it
+        takes. SystemExit if the source has another shape; only its table of positions may be
+        longer than this run's context."""
+        theirs = self.shapes.get(key, "missing")
+        if theirs == shape:
+            return self.get(key)
+        lengths = (self.header["model_args"].get("block_size"), config.block_size)
+        if theirs[1:] == shape[1:] and theirs[:1] + shape[:1] == lengths and theirs > shape:
+            return self.get(key)[:config.block_size]
+        raise SystemExit(f"{self.path} is of another model: {key} is {theirs}, not {shape}")
 
-    def read(self, tensors, config):
-        """Set tensors, {flat key: tensor}, on this rank: each takes the rows that it keeps now,
-        no matter which ranks wrote them. Keys that this source lacks come from its base."""
-        if self.base:
-            of_base = {key: tensors[key] for key in tensors if key in self.base.shapes}
-            self.base.read(of_base, config)
-            tensors = {key: tensors[key] for key in tensors if key not in of_base}
-        as_saved = {}
-        for key, t in tensors.items():
-            require_shape(self, key, tuple(t.shape), config)
-            if self.sharded and t.shape == self.shapes[key]:
-                as_saved[key] = t
-            else:
-                rows = tuple(slice(n) for n in t.shape)  # a shorter context: fewer positions
-                write_full(t, self.get(key)[rows])
-        if as_saved:
-            read_sharded(self.path, as_saved)  # DCP reads only this rank's rows
+    def whole(self, key):
+        """The value as a tensor on the CPU."""
+        value = self.get(key)
+        return value[:] if self.shapes[key] else value
 
 
 def weights_only(source):
@@ -407,26 +384,6 @@ def weights_only(source):
     header["origin"] = f"step {source.header['iter_num']} of run {run_id}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
     return replace(source, header=header, shapes=shapes)
-
-
-def on_base(base, init_from):
-    """The Source of a new LoRA run: it has no values of its own, only those of `base`.
-    init_from: the base's name, for the headers of the run's checkpoints."""
-    where = init_from
-    if os.path.exists(where):
-        where = os.path.abspath(where)  # a later run may start in another directory
-    origin = base.header.get("origin")  # Hugging Face's models have none
-    header = {**base.header, "base": where, "base_origin": origin}
-    return Source(base.path, header, shapes={}, base=base, only_base=True)
-
-
-def require_base_outside(out_dir, base):
-    """SystemExit if LoRA's base is in the new run's out_dir, which would then be renamed."""
-    own = os.path.realpath(out_dir)
-    if os.path.exists(base) and os.path.commonpath([own, os.path.realpath(base)]) == own:
-        raise SystemExit(
-            f"out_dir={out_dir} has LoRA's base, {base}, which must stay there; pass another "
-            "--out_dir")
 
 
 def find(out_dir, world):
@@ -509,271 +466,6 @@ def is_step(name):
     return re.fullmatch(r"step-\d{9}", name)
 
 
-# ---------- who may write in a directory --------------------------------------
-
-
-class RunDirectory:
-    """out_dir, where one run at a time may write. A run locks it before it chooses a
-    checkpoint, and claims it once every check has passed, so a refused run changes
-    nothing. Only rank 0 calls the methods."""
-
-    def __init__(self, out_dir):
-        # Absolute, since the directory may be a link, or the current one.
-        self.path = os.path.realpath(out_dir)
-        self.lock_file = None  # the lock is held while this file is open
-
-    def lock(self):
-        """If the directory exists, keep other runs out until this process ends. The lock
-        is on a file next to it, because the directory may be renamed."""
-        if self.lock_file or not os.path.isdir(self.path):
-            return
-        path = self.path + ".lock"
-        try:
-            self.lock_file = open(path, "a+")
-        except OSError as e:
-            raise SystemExit(cannot_write(path, e))
-        try:
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock_file.seek(0)
-            raise SystemExit(
-                f"out_dir={self.path} is in use by {self.lock_file.read()}; wait until that "
-                "run ends, or pass another --out_dir")
-        except OSError as e:
-            print(f"{path}: no locks here ({e.strerror}), so never start two runs there")
-        self.lock_file.truncate(0)
-        me = f"process {os.getpid()} on {os.uname().nodename}"
-        print(me, end="", file=self.lock_file, flush=True)
-
-    def claim(self, source, resumed=False):
-        """Make the directory if there is none, and return the run's id. A resumed run
-        keeps its source's id. A new run renames the whole directory of an earlier one."""
-        run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-        try:
-            os.makedirs(self.path, exist_ok=True)
-            self.lock()
-            if resumed:
-                return source.header.get("run") or run_id  # nanoGPT's have none
-            names = os.listdir(self.path)
-            of_a_run = {"ckpt.pt", "last.pt", "metrics.jsonl"}
-            steps = [name for name in names if is_step(name.removesuffix(".pt"))]
-            if steps or of_a_run.intersection(names):
-                aside = f"{self.path}.{run_id}"
-                os.rename(self.path, aside)
-                os.makedirs(self.path)
-                print(f"{self.path} had an earlier run; moved it to {aside}", flush=True)
-        except OSError as e:
-            raise SystemExit(cannot_write(self.path, e))
-        return run_id
-
-
-# ---------- when one is due, and which ones stay ------------------------------
-
-
-def is_due(cfg, step, evaluated, improved):
-    """True if the run saves at this step: every save_interval steps, else at evaluations.
-    Milestones, and the best one if it is kept, are always saved."""
-    if cfg.save_interval:
-        due = step % cfg.save_interval == 0 or step >= cfg.max_iters
-    else:
-        due = evaluated and cfg.always_save_checkpoint
-    is_best = improved and not cfg.always_save_checkpoint
-    return due or is_best or is_milestone(step, cfg)
-
-
-def is_milestone(step, cfg):
-    """True if this step's checkpoint is never removed."""
-    return cfg.keep_every > 0 and step % cfg.keep_every == 0
-
-
-def remove_older(path, best, cfg):
-    """Remove sharded checkpoints older than `path`, including any that a kill left
-    half-written. Keep the newest cfg.keep_checkpoints, milestones, and the best one, and
-    point the link out_dir/best at it."""
-    out_dir, this = os.path.split(path)
-    # Leave higher numbers alone: they are damaged, or the run would have resumed them.
-    complete = [name for name in complete_steps(out_dir) if name <= this]
-    stay = complete[-cfg.keep_checkpoints:]
-    stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
-    if best in complete:
-        stay.append(best)
-        tmp = os.path.join(out_dir, "best.tmp")
-        with suppress(FileNotFoundError):
-            os.remove(tmp)
-        os.symlink(best, tmp)
-        os.replace(tmp, os.path.join(out_dir, "best"))
-        sync(out_dir)
-    for name in filter(is_step, os.listdir(out_dir)):
-        if name < this and name not in stay:
-            remove_sharded(os.path.join(out_dir, name))
-
-
-# ---------- a run's saves -----------------------------------------------------
-
-
-class Saver:
-    """Writes a run's checkpoints in the background. All ranks call its methods: `save` when
-    one is due, `poll` in each step, `finish` at the end.
-    report: function of (step, seconds, seconds in which training was blocked), called
-    after a successful save."""
-
-    def __init__(self, out_dir, run_id, cfg, world, source, resumed, report):
-        self.out_dir = out_dir
-        self.run_id = run_id
-        self.cfg = cfg
-        self.world = world
-        self.report = report
-        # Hugging Face's files, for an export, and LoRA's base.
-        before = source.header if source else {}
-        self.inherited = {key: before.get(key) for key in ("kept", "base", "base_origin")}
-        self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))
-        self.best = None  # name of the best sharded checkpoint
-        self.newest = None  # step of the newest one, full or sharded
-        if resumed:
-            self.best = source.header.get("best")
-            self.newest = source.header["iter_num"]
-        self.failed = False  # True if the last completed save failed
-        self.background = futures.ThreadPoolExecutor(1)
-        self.saving = None  # the future of a save in the background, until it is reported
-        self.times = None  # that save's step, start, and seconds in which it blocked training
-        self.group = None
-        if dist.is_initialized():
-            # Background collectives must not mix with training's, and may wait long for
-            # the slowest disk.
-            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
-
-    def require_finite(self, loss, what, step):
-        """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so
-        all of them stop without saving."""
-        if math.isfinite(loss):
-            return
-        self.wait()  # the save in the background is of an earlier, good step
-        rate = self.cfg.learning_rate
-        line = f"{what} is {loss} at step {step}: lower learning_rate (now {rate})"
-        if self.cfg.dtype != "float32":
-            line += f", or try dtype=float32 (now {self.cfg.dtype})"
-        if self.newest is not None:
-            line += f"; the checkpoint of step {self.newest} in {self.cfg.out_dir} is untouched"
-        raise SystemExit(line)
-
-    def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
-        """Save the state after this many steps. Returns once it is copied to host memory: all to
-        rank 0's for a full checkpoint, each rank's rows to its own for a sharded one.
-        improved: the validation loss is the best so far."""
-        if self.cfg.checkpoint == "none":
-            return
-        print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        self.wait()  # for the previous save: if this state is not finite, the run ends below
-        start = time.perf_counter()
-        tensors = flat_state(model, optimizer, getattr(model, "base_names", ()))
-        require_finite_state(tensors, self.world, step)
-        name = f"step-{step:09d}"
-        is_best = improved and not self.cfg.always_save_checkpoint
-        header = self.new_header(model, optimizer, tensors)
-        header["scaler"] = scaler.state_dict() or None
-        header["iter_num"] = step
-        header["best_val_loss"] = best_val_loss
-        header["best"] = name if is_best else self.best
-        # Here, not in the background: a new thread's device is GPU 0, and its collectives would
-        # mix with training's. (dcp.async_save copies twice, and blocks three times as long.)
-        if self.cfg.checkpoint == "full":
-            copies = {key: gather_full(t) for key, t in tensors.items()}
-            # With always_save_checkpoint=False only the best one is called ckpt.pt.
-            name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
-        else:
-            copies = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
-            # A killed run may have left a partial one there.
-            from_rank0(self.world, lambda: remove_sharded(os.path.join(self.out_dir, name)))
-        self.saving = self.background.submit(self.write, name, header, copies)
-        self.times = step, start, time.perf_counter() - start
-
-    def new_header(self, model, optimizer, tensors):
-        """A checkpoint's description of its run and its parameters."""
-        names = {p: name for name, p in model.named_parameters()}
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        return dict(
-            model_args=model_args(self.cfg),
-            config=as_dict(self.cfg),
-            param_names=[names[p] for p in params],
-            param_groups=optimizer.state_dict()["param_groups"],
-            ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
-            meta=self.meta,
-            torch=str(torch.__version__),
-            run=self.run_id,
-            **self.inherited,
-        )
-
-    def write(self, name, header, tensors):
-        """In the background (all ranks): write the checkpoint. Returns the finish time, and
-        rank 0's line on why it failed, or None."""
-        path = os.path.join(self.out_dir, name)
-        line = None
-        try:
-            if self.cfg.checkpoint == "sharded":
-                self.write_sharded(path, header, tensors)
-            elif self.world.rank == 0:
-                names = [name]
-                if is_milestone(header["iter_num"], self.cfg):
-                    names.insert(0, f"step-{header['iter_num']:09d}.pt")
-                write_ckpt_pt(self.out_dir, names, tensors, header)
-        except OSError as e:
-            line = cannot_write(path, e)
-        line = from_rank0(self.world, lambda: line, self.group)
-        return time.perf_counter(), line
-
-    def write_sharded(self, path, header, rows):
-        """All ranks write their rows, and then rank 0 removes older checkpoints."""
-        cause = None
-        # From the second save on ranks only tell rank 0 that their plans are the same.
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        try:
-            dcp.save(
-                rows, storage_writer=Writer(path, header), planner=planner,
-                process_group=self.group)
-        except dcp.CheckpointException as e:  # on all ranks, whichever failed
-            cause, _ = next(iter(e.failures.values()))
-        if cause:
-            if self.world.rank == 0:
-                remove_sharded(path)  # the next save may need the room
-            raise cause  # unless it is an OSError, the run ends: the disk is not shared, or a bug
-        if self.world.rank == 0:
-            self.best = header["best"]
-            remove_older(path, self.best, self.cfg)
-
-    def poll(self):
-        """Report the save in the background if it is done."""
-        if self.saving and self.saving.done():
-            self.wait()
-
-    def wait(self):
-        """Wait for the save in the background, if there is one, and report it. If it failed,
-        print why and go on: the next save tries again."""
-        if not self.saving:
-            return
-        saving = self.saving
-        self.saving = None
-        end, line = saving.result()
-        self.failed = line is not None
-        if self.failed:
-            print0(self.world, line, file=sys.stderr)
-            return
-        step, start, blocked = self.times
-        self.newest = step
-        self.report(step, end - start, blocked)
-
-    def finish(self):
-        """Wait for the run's last save. SystemExit if it failed."""
-        self.wait()
-        if not self.failed:
-            return
-        remedy = "start again"
-        if self.newest is not None:
-            remedy = f"continue from step {self.newest} with --init_from=auto"
-        raise SystemExit(
-            f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
-            f"{remedy}")
-
-
 # ---------- a write that fails ------------------------------------------------
 
 
@@ -793,33 +485,5 @@ def root_cause(e):
     return cause or e
 
 
-# ---------- the command -------------------------------------------------------
-
-
-def main(argv):
-    if "--help" in argv or "-h" in argv:
-        print(__doc__.strip())
-        return
-    if len(argv) != 2 or argv[0] != "full":
-        raise SystemExit("usage: python checkpoint.py full OUT_DIR")
-    out_dir = argv[1]
-    directory = RunDirectory(out_dir)
-    directory.lock()  # a run there might remove what we read
-    source = find(out_dir, World())
-    if source is None:
-        raise SystemExit(f"{out_dir}: no checkpoint there")
-    if not source.sharded:
-        print(f"{source.path} is a full checkpoint already")
-        return
-    path = os.path.join(directory.path, "ckpt.pt")
-    del source.header["files"]
-    flat = {key: source.get(key) for key in source.shapes}
-    try:
-        write_ckpt_pt(directory.path, ["ckpt.pt"], flat, source.header)
-    except OSError as e:
-        raise SystemExit(cannot_write(path, e))
-    print(f"{source.path} -> {path}")
-
-
 if __name__ == "__main__":
-    run(main, sys.argv[1:])
+    raise SystemExit("usage: python saves.py full OUT_DIR")

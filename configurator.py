@@ -20,6 +20,7 @@ import math
 import os
 import re
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import torch
@@ -103,19 +104,15 @@ class Config:
     batch_size: Positive = noted(12)  # sequences in a micro-batch; lower it when memory runs out
     seed: Whole = noted(1337)  # for everything random: weights, data order, dropout
     # --- model
-    model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py
+    model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py;
+    #   NAME+OTHER is that model as OTHER.py changes it, e.g. llama+lora
     freeze: str = noted("")  # regex of parameters not to train, e.g. 'wte|wpe|h\.[0-9]\.'
-    lora_rank: Whole = 0  # N: train LoRA matrices of this rank beside the linear layers of a
-    #   frozen base model, given by init_from; 0: none
-    lora_alpha: Number = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
-    lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
     frozen_dtype: Literal["float32", "bfloat16", "float16"] = noted("float32")
-    #   the type of LoRA's frozen base; bfloat16 takes half the memory and
-    #   needs dtype=bfloat16
+    #   the type of frozen parameters; bfloat16 takes half the memory and needs dtype=bfloat16
     # --- optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: str = "adamw"  # or NAME, which is NAME.py or extras/NAME.py: see optimizer.py;
     #   muon: for the blocks' matrices, AdamW elsewhere
-    momentum: BelowOne = noted(0.95)  # Muon's
+    momentum: BelowOne = noted(0.95)  # extras/muon.py's
     learning_rate: Number = noted(6e-4)  # the peak, for AdamW and Muon
     max_iters: Whole = 600000  # steps
     weight_decay: Number = noted(0.1)  # on matrices and embeddings, not on biases and norms
@@ -132,7 +129,8 @@ class Config:
     # --- system
     device: Device = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
     dtype: Literal[("auto", *DTYPES)] = "auto"  # the compute type; parameters stay fp32.
-    #   float32, bfloat16, float16, float8 (in linear layers; H100, torchao); auto: fastest safe one
+    #   float32, bfloat16, float16, float8 (extras/float8.py: linear layers; H100, torchao);
+    #   auto: the fastest safe one
     loss_scale: Scale = 65536.0  # float16's initial scale; the run then adjusts it
     compile: bool = True  # torch.compile: takes a minute, then runs faster; turn off for short runs
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
@@ -171,20 +169,34 @@ class Config:
 
 
 def model_file(name):
-    """The module that --model names: model.py, or NAME.py at the top or in extras/."""
+    """What --model names: model.py, NAME.py, or for NAME+OTHER what OTHER.py makes `around` NAME.
+    It has Model and ModelConfig."""
+    inner, plus, outer = str(name).rpartition("+")
+    if plus:
+        return named_file(f"model={name!r}", outer, "around").around(inner)
     file = "model" if name == "gpt2" else name
+    module = named_file(f"model={name!r}", file, "Model", "ModelConfig")
+    if not is_dataclass(module.ModelConfig):
+        raise SystemExit(f"model={name!r}: its file lacks a dataclass ModelConfig")
+    return module
+
+
+def named_file(wanted_by, name, *needed):
+    """The module NAME.py at the top or in extras/. SystemExit if it is not there, or lacks one of
+    the needed names."""
     module = None
     # Import nothing else: an import runs code, and a checkpoint may name anything.
-    if str(file).isidentifier():
-        if os.path.exists(os.path.join(HERE, f"{file}.py")):
-            module = importlib.import_module(file)
-        elif os.path.exists(os.path.join(HERE, "extras", f"{file}.py")):
-            module = importlib.import_module(f"extras.{file}")
+    if str(name).isidentifier():
+        if os.path.exists(os.path.join(HERE, f"{name}.py")):
+            module = importlib.import_module(name)
+        elif os.path.exists(os.path.join(HERE, "extras", f"{name}.py")):
+            module = importlib.import_module(f"extras.{name}")
     if module is None:
         raise SystemExit(
-            f"model={file!r}: no such file; a NAME is NAME.py beside model.py, or in extras/")
-    if not hasattr(module, "Model") or not is_dataclass(getattr(module, "ModelConfig", None)):
-        raise SystemExit(f"model={file!r}: {file}.py lacks Model or a dataclass ModelConfig")
+            f"{wanted_by}: no such file; a NAME is NAME.py beside model.py, or in extras/")
+    for each in needed:
+        if not hasattr(module, each):
+            raise SystemExit(f"{wanted_by}: {name}.py lacks {each}")
     return module
 
 
@@ -242,15 +254,6 @@ def as_dict(cfg):
     return keys
 
 
-def model_args(cfg):
-    """The model's and LoRA's keys, for a checkpoint: with them it opens without flags."""
-    args = asdict(cfg.sizes)
-    if cfg.lora_rank:
-        args.update(
-            lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_targets=cfg.lora_targets)
-    return args
-
-
 def load_config(argv):
     """Config files and --key=value flags, applied left to right over the defaults."""
     values = {}
@@ -298,6 +301,8 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
     or a flag set another value; a shorter block_size is allowed.
     where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter,
     even if it is only the default."""
+    if "model" in cfg.given and cfg.model != model:
+        refuse("model", cfg.model, model, where)
     for key in cfg.given:
         require_key(key, model, where)
     keys = keys_of(model)
@@ -305,11 +310,7 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
     for key, value in {"model": model, **sizes}.items():
         if key == "dropout":
             continue
-        if key not in keys and key != "model":
-            raise SystemExit(
-                f"{where}: its model_args have {key}, and model={model} has no such size: another "
-                "program wrote it; pass its export in Hugging Face's format")
-        value = coerce(key, value, model, where)
+        value = coerce(key, value, model, f"{where}: model_args")
         ours = values.get(key, value)  # this run's model may have no such key
         is_shorter = key == "block_size" and ours < value
         if is_shorter and (key in cfg.given or not whole_context):
@@ -340,10 +341,20 @@ def differences(before, cfg):
 def require_key(key, model, where):
     """SystemExit if there is no such key; it suggests a similar one."""
     keys = keys_of(model)
-    if key not in keys:
-        near = difflib.get_close_matches(key, keys, 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
-        raise SystemExit(f"{where}: no key {key} (model={model}); {hint} (--model comes first)")
+    if key in keys:
+        return
+    near = difflib.get_close_matches(key, keys, 1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
+    hint = hint_from_extras(key) or hint
+    raise SystemExit(f"{where}: no key {key} (model={model}); {hint} (--model comes first)")
+
+
+def hint_from_extras(key):
+    """For a key that this model does not have: the file in extras/ that declares it, or ""."""
+    for path in sorted(Path(HERE, "extras").glob("*.py")):
+        if re.search(rf"^    {re.escape(key)}: ", path.read_text("utf-8"), re.M):
+            return f"it is a key of extras/{path.name}, whose header says what to pass"
+    return ""
 
 
 def rule(key, model, where):
@@ -455,8 +466,6 @@ def conflicts(cfg, asked, world, distributed):
          "FSDP2 cannot do that with float8 weights; use --reshard_group_size=0"),
         ("dtype", cfg.dtype == "float8" and cfg.strategy == "ddp",
          "it needs parameters that FSDP gathers; use --strategy=full_shard or --dtype=bfloat16"),
-        ("dtype", cfg.dtype == "float8" and cfg.lora_rank,
-         "LoRA's layers have no float8; use --dtype=bfloat16"),
         ("frozen_dtype", cfg.frozen_dtype not in ("float32", cfg.dtype),
          f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
         ("cpu_offload", cfg.cpu_offload and cfg.dtype == "float8",
@@ -469,10 +478,6 @@ def conflicts(cfg, asked, world, distributed):
          "use --wrap_min_params=0, or full checkpointing with --compile=False "
          "--prefetch_blocks=0"),
     ]
-    for key in ("lora_alpha", "lora_targets", "frozen_dtype"):
-        given = getattr(cfg, key) != getattr(Config, key)
-        table.append((key, given and not cfg.lora_rank, f"it is LoRA's; pass --lora_rank=16 "
-                      f"too, or --{key}={getattr(Config, key)}"))
     sharded = [name for name, row in STRATEGIES.items() if row.sharded]
     only = {
         "cpu_offload": sharded,

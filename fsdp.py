@@ -382,12 +382,12 @@ def inference(wrapped):
 
 def gather_full(t):
     """All of t in rank 0's host memory, None on the other ranks (collective). Unlike with
-    t.full_tensor(), only rank 0 ends up with all of it, and it takes half the time."""
+    t.full_tensor(), only rank 0 ends up with all of it, and it takes half the time.
+    t: cut by rows in the mesh's last dimension, as `shard` does it; or a plain tensor."""
     t = t.detach()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):
         return t.to("cpu", copy=True) if is_rank0 else None
-    require_rows(t)
     group = t.device_mesh.get_group(-1)
     ranks = dist.get_process_group_ranks(group)
     if ranks[0] > 0:
@@ -406,22 +406,15 @@ def gather_full(t):
     return whole[:len(t)].cpu()
 
 
-def require_rows(t):
-    """ValueError if t is cut otherwise than by rows, in the mesh's last dimension."""
-    *others, last = t.placements
-    if not last.is_shard(0) or not all(placement.is_replicate() for placement in others):
-        raise ValueError(f"only rows may be sharded, but this tensor has placements {t.placements}")
-
-
 def write_full(t, full):
     """Set t from its full value, which every rank has; a DTensor takes its rows. Unlike
     distribute_tensor it doesn't need all rows: `full` may be anything that returns rows a to b as
-    full[a:b]. On the last ranks b, or both, may be past the end."""
+    full[a:b]. On the last ranks b, or both, may be past the end.
+    t: cut as for gather_full."""
     t = t.detach()
     if not isinstance(t, DTensor):
         t.copy_(full[:] if t.dim() else full)  # a scalar cannot be sliced
         return
-    require_rows(t)
     mesh = t.device_mesh
     per_rank = math.ceil(len(t) / mesh.size(-1))
     first = per_rank * mesh.get_local_rank(-1)

@@ -133,10 +133,11 @@ def describe(cfg, model, batches, source, world):
             yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
-    if source:
-        step = source.header["iter_num"]
-        yield f"starting from {source.path} at step {step}"
-        longest = source.header["model_args"]["block_size"]
+    start = source or getattr(cfg.sizes, "base_source", None)  # a model file may have opened one
+    if start:
+        step = start.header["iter_num"]
+        yield f"starting from {start.path} at step {step}"
+        longest = start.header["model_args"]["block_size"]
         if cfg.sizes.block_size < longest and "block_size" not in cfg.given:
             yield (
                 f"context {cfg.sizes.block_size:,} of {longest:,}, which takes less memory: "

@@ -13,10 +13,11 @@ gradient g, learning rate lr and weight decay d, step t = 1, 2, ... is
     w = w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + 1e-8)
 Each element needs only its own g, m and v, so each rank updates its rows by itself.
 
-To use your own, return any torch.optim.Optimizer from make_optimizer in train.py. Each step
-sets every group's "lr". Before a checkpoint is loaded, step() is called once with lr 0 and
-gradients of zero: it must not change the weights. In a sharded run a parameter p and its
-gradient are DTensors, and this rank has some of their rows.
+To use your own, write NAME.py with a function make(model, cfg) that returns any
+torch.optim.Optimizer, and pass --optimizer=NAME. Each step sets every group's "lr". Before a
+checkpoint is loaded, step() is called once with lr 0 and gradients of zero: it must not change
+the weights. In a sharded run a parameter p and its gradient are DTensors, and this rank has some
+of their rows.
 Checkpoints keep self.state[p]: named tensors that all exist after the first step; a step count
 must be a tensor too. State that belongs to p's rows (shaped like p, or one number per row) must
 be a DTensor placed like p, such as torch.zeros_like(p). Any other tensor must be the same on

@@ -130,6 +130,12 @@ def patient_group():
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
+def patient_barrier():
+    """Wait until every rank is here, for hours if need be (collective)."""
+    if dist.is_initialized():
+        dist.barrier(patient_group())
+
+
 def pick_device(name, local_rank=None):
     """The device that 'auto', 'cpu', 'mps', 'cuda' or 'cuda:1' means on this machine. With
     a local_rank (under torchrun), 'cuda' is that rank's own GPU. SystemExit if it has none.
@@ -248,7 +254,7 @@ def run(main, *args):
         sys.exit(code)
     if code == 0:
         # Peers may still use our connections, and rank 0's log may take long to upload.
-        dist.barrier(patient_group())
+        patient_barrier()
     # Leave without Python's clean-up: gloo's threads may outlive it, and abort the process (exit
     # code -6). destroy_process_group does not help: 2 of 40 launches of a script, with torch 2.13.
     os._exit(code)

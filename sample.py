@@ -19,14 +19,13 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 import torch
 from torch.nn import functional as F
 
-from checkpoint import load
 from configurator import DTYPES, load_config, resolve, with_sizes
 from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
 from fsdp import autocast
 from ranks import World, pick_device, run
-from start import open_source
-from train import meta_model, parallelize
+from start import complete, open_source
+from train import meta_model, parallelize, set_values
 
 
 class KVCache:
@@ -156,13 +155,14 @@ def main(argv):
     theirs = source.header["config"]
     sizes = source.header["model_args"]
     cfg = with_sizes(resolve(cfg, world), theirs.get("model", "gpt2"), sizes, source.path)
+    cfg = complete(cfg, source, world)
     model = meta_model(cfg)
     if not getattr(model, "causal", True):
         raise SystemExit(
             f"model={cfg.model}: its class has causal = False, but sample.py writes from left to "
             "right; sample from it with your own code")
     parallelize(model, cfg, world)
-    load(source, model, None, world)
+    set_values(model, None, source, cfg.seed, world)
     model.eval()
 
     # A Hugging Face directory contains its own tokenizer.

@@ -5,10 +5,9 @@ Where a run starts: from scratch, from a checkpoint, or from a model in Hugging 
     cfg = final_config(cfg, source, resumed, world)  # with the source's sizes
 
 init_from=resume and auto continue the run in out_dir. Any other source only gives its weights to
-a new run. A LoRA checkpoint names its base, which is opened as a second source.
+a new run.
 """
 
-import sys
 from dataclasses import replace
 
 import checkpoint
@@ -28,27 +27,7 @@ def open_start(cfg, world):
         raise SystemExit(
             f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
             "auto to resume only if there is one")
-    if cfg.lora_rank:
-        extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}")
-        source = with_base(source, resumed, cfg, "lora_rank")
-    if source and source.base and not resumed:
-        checkpoint.require_base_outside(cfg.out_dir, source.header["base"])
     return source, resumed
-
-
-def with_base(source, resumed, cfg, key):
-    """For a run with adapters, such as LoRA's, by this key: the source if it holds them; else one
-    that has it as the base of new ones."""
-    if source is None:
-        raise SystemExit(
-            f"{key}={getattr(cfg, key)}: it needs a base; pass --init_from=DIR, a hub name or "
-            "another run's out_dir")
-    if source.base:
-        return source
-    if resumed:  # a run without adapters
-        off = getattr(configurator.Config, key)
-        configurator.refuse(key, getattr(cfg, key), off, source.path)
-    return checkpoint.on_base(source, cfg.init_from)
 
 
 def open_source(cfg, world):
@@ -58,10 +37,7 @@ def open_source(cfg, world):
         return None
     if cfg.init_from not in ("resume", "auto"):
         return open_weights(cfg.init_from, world, "init_from")
-    source = checkpoint.find(cfg.out_dir, world)
-    if source:
-        open_base(source, world)
-    return source
+    return checkpoint.find(cfg.out_dir, world)
 
 
 def open_weights(name, world, wanted_by):
@@ -69,34 +45,18 @@ def open_weights(name, world, wanted_by):
     wanted_by: where the name came from, for error lines."""
     source = checkpoint.find(name, world)
     if source:
-        source = checkpoint.weights_only(source)
-    else:
-        huggingface = extra("huggingface", wanted_by=f"{wanted_by}={name}")
-        # Rank 0 downloads it, and then every rank opens the copy in its own node's cache.
-        path = from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
-        source = huggingface.open_pretrained(path, wanted_by)
-    open_base(source, world)
-    return source
-
-
-def open_base(source, world):
-    """If the source holds LoRA's matrices, open the model that they adapt."""
-    base = source.header.get("base")
-    if not base:
-        return
-    source.base = open_weights(base, world, f"{source.path}: base")
-    before = source.header.get("base_origin")
-    now = source.base.header.get("origin", "something else")
-    if before and before != now:
-        print0(world, f"{source.path}: base={base} was {before} when LoRA began, "
-                      f"and is now {now}", file=sys.stderr)
+        return checkpoint.weights_only(source)
+    huggingface = extra("huggingface", wanted_by=f"{wanted_by}={name}")
+    # Rank 0 downloads it, and then every rank opens the copy in its own node's cache.
+    path = from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
+    return huggingface.open_pretrained(path, wanted_by)
 
 
 def final_config(cfg, source, resumed, world):
     """cfg with the source's model sizes, or the vocabulary size of the data. SystemExit if a file
     or a flag contradicts them. When resuming, prints other differences."""
     if source is None:
-        return with_vocabulary(cfg)
+        return complete(cfg, source, world, is_new=True)
     # Defaults for checkpoints that lack these keys: older ones, nanoGPT's, Hugging Face's.
     theirs = {
         "model": "gpt2", "optimizer": "adamw", "lr_schedule": "cosine", **source.header["config"]}
@@ -110,7 +70,17 @@ def final_config(cfg, source, resumed, world):
         changed = configurator.differences({**theirs, **sizes}, cfg)
         if changed:
             print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
-    return cfg
+    return complete(cfg, source, world, is_new=not resumed)
+
+
+def complete(cfg, source, world, is_new=False):
+    """cfg as its model file completes it from the files that its own keys name, if the file has
+    such a function (all ranks). Else a run from scratch takes the vocabulary size of its data.
+    is_new: True for a new run, which will rename cfg.out_dir if an earlier run is there."""
+    own = getattr(configurator.model_file(cfg.model), "complete", None)
+    if own:
+        return own(cfg, world, is_new)
+    return cfg if source else with_vocabulary(cfg)
 
 
 def with_vocabulary(cfg):

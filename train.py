@@ -23,6 +23,7 @@ import checkpoint
 import checks
 import configurator
 import fsdp
+import saves
 from configurator import DTYPES, STRATEGIES, extra
 from data.loader import open_batches
 from metrics import Log, describe, ideal_seconds, require_packages
@@ -34,6 +35,7 @@ from ranks import (
     connect,
     from_rank0,
     mean_and_longest,
+    patient_barrier,
     print0,
     run,
     setup,
@@ -52,29 +54,40 @@ def build(model, cfg, world, source=None):
     # 2) Make the optimizer before any forward: a forward leaves the root gathered, and its
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
-    # 3) Set the values: from the source, and of what it lacks (new LoRA matrices, or all) the
-    # initial ones. Each rank draws only the chunks of numbers that overlap its rows.
-    if source:
-        checkpoint.load(source, model, optimizer, world)
-    else:
-        print0(world, "drawing initial values: about a minute per 3 billion numbers and core")
-    for name, p in model.named_parameters():
-        if source is None or not source.has(name):
-            fsdp.write_full(p, model.initial_value(name, p.shape, cfg.seed))
+    # 3) Set the values.
+    if source is None and not checkpoint.not_saved(model):
+        print0(world, "drawing initial values: a minute per 3 billion numbers of a rank and core")
+    set_values(model, optimizer, source, cfg.seed, world)
     checks.after_building(model, optimizer)
     if cfg.dtype == "float8":
         extra("float8", wanted_by="dtype=float8").scale_each_step(model, optimizer)
     return wrapped, optimizer
 
 
+def set_values(model, optimizer, source, seed, world):
+    """The source's values, and of what no checkpoint has, or if there is none, the initial ones
+    (all ranks). Each rank draws only the chunks of numbers that overlap its rows."""
+    if source:
+        checkpoint.load(source, model, optimizer, world)
+    for name, p in model.named_parameters():
+        if source is None or name in checkpoint.not_saved(model):
+            fsdp.write_full(p, model.initial_value(name, p.shape, seed))
+    patient_barrier()  # another rank's disk may be slow, and a collective would time out
+
+
 def meta_model(cfg):
     """The config's model on the meta device: names, shapes, requires_grad, and no memory."""
     with torch.device("meta"):
         model = configurator.model_file(cfg.model).Model(cfg.sizes)
-    if cfg.lora_rank:
-        extra("lora", wanted_by=f"lora_rank={cfg.lora_rank}").adapt(model, cfg)
     if cfg.freeze:
         freeze(model, cfg.freeze)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    if cfg.frozen_dtype != "float32" and not frozen:
+        raise SystemExit(
+            f"frozen_dtype={cfg.frozen_dtype}: this run freezes nothing; use --freeze, or "
+            "--frozen_dtype=float32")
+    for p in frozen:
+        p.data = p.data.to(DTYPES[cfg.frozen_dtype])
     checks.before_sharding(model)
     return model
 
@@ -111,13 +124,7 @@ def parallelize(model, cfg, world):
     model.loss_chunks = cfg.loss_chunks
     is_sharded = STRATEGIES[cfg.strategy].sharded
     if cfg.dtype == "float8":
-        group = cfg.shard_group_size or world.size
-        extra("float8", wanted_by="dtype=float8").convert(
-            model,
-            world.device.type,
-            shard_group=group if is_sharded else 0,
-            tokens=cfg.batch_size * cfg.sizes.block_size,
-        )
+        extra("float8", wanted_by="dtype=float8").convert(model, cfg, world)
     activations.checkpoint_activations(
         model.blocks,
         cfg.activation_checkpointing,
@@ -166,23 +173,11 @@ def shard_model(model, cfg, world):
 
 
 def make_optimizer(model, cfg):
-    """AdamW; or Muon for the matrices that it handles, and AdamW for the rest."""
+    """AdamW, or what `make` in the file of that name returns."""
     if cfg.optimizer == "adamw":
         return make_adamw(model.parameters(), cfg)
-    if cfg.optimizer != "muon":
-        raise SystemExit(f"optimizer={cfg.optimizer}: make_optimizer in train.py does not know it")
-    muon = extra("muon", wanted_by="optimizer=muon")
-    matrices = muon.matrices_of(model)
-    others = set(model.parameters()).difference(matrices)
-    return muon.Muon(
-        matrices,
-        make_adamw([p for p in model.parameters() if p in others], cfg),
-        lr=cfg.learning_rate,
-        weight_decay=cfg.weight_decay,
-        momentum=cfg.momentum,
-        # Unscaled gradients are too small for float16.
-        dtype=torch.float32 if cfg.dtype == "float16" else DTYPES[cfg.dtype],
-    )
+    file = configurator.named_file(f"optimizer={cfg.optimizer!r}", cfg.optimizer, "make")
+    return file.make(model, cfg)
 
 
 # ---------- one step, one evaluation ------------------------------------------
@@ -272,7 +267,7 @@ def train(cfg):
     cfg = configurator.resolve(cfg, world)
     from_rank0(world, lambda: require_packages(cfg))  # only rank 0 logs
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as in nanoGPT
-    directory = checkpoint.RunDirectory(cfg.out_dir)
+    directory = saves.RunDirectory(cfg.out_dir)
     if not cfg.eval_only:
         from_rank0(world, directory.lock)
     source, resumed = open_start(cfg, world)
@@ -293,8 +288,9 @@ def train(cfg):
     if not cfg.eval_only:
         run_id = from_rank0(world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
-    saver = checkpoint.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
-    source = None  # drop the memory map: a file that is replaced takes space while it is mapped
+    saver = saves.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
+    # Drop the memory maps: a file that is replaced takes space while it is mapped.
+    source = cfg.sizes.base_source = None
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -325,7 +321,7 @@ def train(cfg):
                 best_val_loss = min(best_val_loss, losses["val"])
 
         # Due? Save.
-        if step > first_step and checkpoint.is_due(cfg, step, evaluates, improved):
+        if step > first_step and saves.is_due(cfg, step, evaluates, improved):
             with log.paused():
                 saver.save(model, optimizer, scaler, step, best_val_loss, improved)
 

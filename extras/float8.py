@@ -2,23 +2,24 @@
 dtype=float8: the blocks' linear layers compute in 8 bits, and FSDP2 gathers their weights in
 8 bits. Everything else computes in bf16. The work is torchao's (pip install torchao).
 
-    convert(model, "cuda", shard_group=8, tokens=8192)  # on meta, before fsdp.shard
+    convert(model, cfg, world)  # on meta, before fsdp.shard
     scale_each_step(model, optimizer)
 """
 
 import torch
 from torch import nn
 
+from configurator import STRATEGIES
 
-def convert(model, device_type, shard_group, tokens):
+
+def convert(model, cfg, world):
     """Replace the blocks' linear layers by torchao's, in place. Names, shapes and fp32
-    weights stay. SystemExit if this device or these sizes cannot compute in float8.
-
-    shard_group: the number of ranks that FSDP2 gathers them from, 0 if it does not.
-    tokens: per micro-batch.
-    """
-    if getattr(model, "base_names", ()):  # a checkpoint's LoRA, which no key has named
-        raise SystemExit("dtype=float8: LoRA's layers have no float8; use --dtype=bfloat16")
+    weights stay. SystemExit if this device or these sizes cannot compute in float8."""
+    device_type = world.device.type
+    tokens = cfg.batch_size * cfg.sizes.block_size  # per micro-batch
+    shard_group = 0  # the ranks that FSDP2 gathers a weight from
+    if STRATEGIES[cfg.strategy].sharded:
+        shard_group = cfg.shard_group_size or world.size
     if device_type == "cuda":
         too_old = torch.cuda.get_device_capability() < (8, 9)
     else:
@@ -34,6 +35,10 @@ def convert(model, device_type, shard_group, tokens):
             "only if 16 divides it; change one of them, or use --dtype=bfloat16")
     chosen = set(linears(model))
     for name, module in model.named_modules():
+        if module in chosen and type(module) is not nn.Linear:  # such as LoRA's
+            raise SystemExit(
+                f"dtype=float8: {name} is a {type(module).__name__}, which has no float8; use "
+                "--dtype=bfloat16")
         # torchao gathers rows without padding, so all ranks must have the same number.
         if shard_group and module in chosen and module.out_features % shard_group:
             raise SystemExit(

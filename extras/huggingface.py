@@ -24,13 +24,13 @@ import torch
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from checkpoint import BUFFERS, Source, cannot_write
-from configurator import DTYPES, Config, model_file, package
+from configurator import DTYPES, Config, make_config, model_file, package
 from data.files import write_files
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, encoder, gpt2_bpe, name_of
 from extras.hf_tokenizer import BESIDE, local_copy
 from ranks import World, first_line, run
-from start import open_source
+from start import complete, open_source
 
 # ---------- their names and ours ----------------------------------------------
 
@@ -218,8 +218,8 @@ def open_adapter(path, safe_open):
         return safe_open(file, "pt").get_tensor(places[ours])
 
     header = open_pretrained(base, f"{path}: base_model_name_or_path").header
-    header["model_args"].update(lora)
-    header["base"] = base
+    header["model_args"].update(lora, base=base)
+    header["config"]["model"] += "+lora"
     return Source(str(path), header, shapes, get)
 
 
@@ -278,7 +278,7 @@ def rotary(theirs):
 def export(source, path, dtype="float32"):
     """Write a directory that transformers opens, with equal logits. It takes host memory
     for the whole model."""
-    if source.base:
+    if is_lora(source):
         source = merged(source)
     config = their_config(source, dtype)
     tensors = their_tensors(source, config["tie_word_embeddings"], DTYPES[dtype])
@@ -296,26 +296,34 @@ def export(source, path, dtype="float32"):
     write_directory(path, files)
 
 
+def is_lora(source):
+    return source.header["config"].get("model", "").endswith("+lora")
+
+
 def merged(source):
     """The Source of the whole model: the weights of the base with the adapters added."""
-    base = source.base
     sizes = source.header["model_args"]
+    config = source.header["config"]
+    cfg = make_config({"model": config["model"], **sizes})
+    base = complete(cfg, source, World()).sizes.base_source
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):
-        weight = base.get(key)
+        weight = base.whole(key)
         layer = key.removesuffix(".weight")
         if f"{layer}.lora_A" not in source.shapes:
             return weight
-        product = source.get(f"{layer}.lora_B") @ source.get(f"{layer}.lora_A")
+        product = source.whole(f"{layer}.lora_B") @ source.whole(f"{layer}.lora_A")
         return weight.float() + scale * product
 
-    return replace(base, header=source.header, shapes=base.shapes, get=get)
+    header = dict(source.header, kept=base.header.get("kept"))
+    header["config"] = {**config, "model": config["model"].removesuffix("+lora")}
+    return replace(base, header=header, get=get)
 
 
 def export_adapter(source, path):
     """Write a directory that peft's PeftModel.from_pretrained opens."""
-    if not source.base:
+    if not is_lora(source):
         raise SystemExit(f"{source.path} has no adapters: leave out --adapter")
     save = package("safetensors.torch", "a Hugging Face directory").save
     sizes = source.header["model_args"]
@@ -323,19 +331,19 @@ def export_adapter(source, path):
     for key in source.shapes:
         state, _, name = key.partition(".")
         if state == "model":
-            tensors[f"base_model.model.{name}.weight"] = source.get(key)
+            tensors[f"base_model.model.{name}.weight"] = source.whole(key)
     # In a list peft looks for whole names and for their ends.
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     config = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=source.header["base"],
+        base_model_name_or_path=sizes["base"],
         r=sizes["lora_rank"],
         lora_alpha=sizes["lora_alpha"],
         lora_dropout=0.0,
         bias="none",
         target_modules=sorted(layer.removeprefix("base_model.model.") for layer in layers),
-        fan_in_fan_out=source.header["config"]["model"] == "gpt2",
+        fan_in_fan_out=source.header["config"]["model"] == "gpt2+lora",
         inference_mode=True,
     )
     files, _ = their_tokenizer(source)
@@ -402,7 +410,7 @@ def their_tensors(source, tied, dtype):
         state, _, name = key.partition(".")
         if state != "model" or (tied and name == "lm_head.weight"):
             continue  # the optimizer's; or a second name, which transformers adds itself
-        tensor = source.get(key).to(dtype)
+        tensor = source.whole(key).to(dtype)
         tensors[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
         is_embedding = name.endswith(("wte.weight", "wpe.weight"))
         if adds_biases and not is_embedding:

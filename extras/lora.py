@@ -1,28 +1,132 @@
 """
 LoRA (Hu et al. 2021): the base stays as it is, and a small product is trained beside each
-linear layer of the blocks.
+linear layer of the blocks. To the rest it is a model, whose checkpoints lack the base.
 
-    python train.py extras/config/finetune_smollm2.py --lora_rank=16 --lora_alpha=32
-    python train.py ... --lora_rank=16 --lora_targets='q_proj|v_proj'
-    python sample.py --out_dir=out-smollm2    # its checkpoint names the base
+    python train.py CONFIG --model=llama+lora --base=BASE --lora_rank=16 --init_from=scratch
+    python train.py extras/config/finetune_smollm2.py extras/config/lora.py    # for example
+    python train.py CONFIG --model=llama+lora --init_from=resume
+    python sample.py --out_dir=out-smollm2    # the checkpoint names its base
+    python -m extras.lora out-x    # brings checkpoints of before 2026-11-28 up to date
 
     y = x weight.T + lora_alpha / lora_rank * x lora_A.T lora_B.T
         weight (out, in) is the base's, frozen;
         lora_A (rank, in) and lora_B (out, rank) are trained, in fp32
 
-A checkpoint has only the adapters and their moments, and names the base in its header.
+BASE is another run's out_dir, a hub name, or a directory in Hugging Face's format.
 """
 
 import math
+import os
 import re
+import sys
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configurator import DTYPES
+# Started by its path, this file does not see the repository.
+sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
+import checkpoint
+import start
+from configurator import model_file, with_sizes
+from data.files import write_files
 from model import derive_seed
+from ranks import World, print0, run
+
+
+@dataclass
+class Keys:
+    # --- LoRA
+    base: str = ""  # the frozen model: another run's out_dir, a hub name or a directory
+    base_origin: str = ""  # set by the run: which step of which run the base was
+    lora_rank: int = 16
+    lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
+    lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
+
+    base_source = None  # once the base is open
+
+    def __post_init__(self):
+        if hasattr(super(), "__post_init__"):
+            super().__post_init__()
+        if self.lora_rank < 1:
+            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1")
+        if os.path.exists(self.base):
+            self.base = os.path.abspath(self.base)  # a later run may start in another directory
+
+
+def around(name):
+    """The model file of --model=NAME+lora."""
+    inner = model_file(name)
+
+    @dataclass
+    class ModelConfig(Keys, inner.ModelConfig):
+        pass
+
+    class Model(inner.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            adapt(self, config)
+
+        def initial_value(self, name, shape, seed):
+            if ".lora_" in name:
+                return initial_value(name, shape, seed)
+            if self.config.base_source is None:  # nothing has opened the base: a tool only measures
+                return super().initial_value(name, shape, seed)
+            return self.config.base_source.value(f"model.{name}", tuple(shape), self.config)
+
+    complete = partial(open_base, name)
+    return SimpleNamespace(ModelConfig=ModelConfig, Model=Model, complete=complete)
+
+
+def open_base(name, cfg, world, is_new):
+    """cfg with the sizes of its base, which is open now (all ranks)."""
+    base = cfg.sizes.base
+    if not base:
+        raise SystemExit(
+            f"model={cfg.model}: it needs a base; pass --base=DIR, a hub name or another run's "
+            "out_dir")
+    own = os.path.realpath(cfg.out_dir)
+    if is_new and os.path.exists(base) and os.path.commonpath([own, os.path.realpath(base)]) == own:
+        raise SystemExit(
+            f"out_dir={cfg.out_dir} has LoRA's base, {base}, which must stay there; pass another "
+            "--out_dir")
+    source = start.open_weights(base, world, "base")
+    theirs = source.header["config"].get("model", "gpt2")
+    if "+" in theirs:
+        raise SystemExit(
+            f"base={base} has adapters itself; merge them (python -m extras.huggingface {base} "
+            "DIR), and pass --base=DIR")
+    if theirs != name:
+        raise SystemExit(f"base={base} is of model={theirs}; pass --model={theirs}+lora")
+    before = cfg.sizes.base_origin
+    now = source.header.get("origin", "")  # Hugging Face's models have none
+    if before and before != now:
+        print0(world, f"base={base} was {before} when LoRA began, and is now "
+                      f"{now or 'something else'}", file=sys.stderr)
+    cfg = with_sizes(
+        cfg, cfg.model, source.header["model_args"], source.path, whole_context=False)
+    cfg.sizes.base_origin = before or now
+    cfg.sizes.base_source = source
+    return cfg
+
+
+def adapt(model, config):
+    """Freeze a model on the meta device, as the base, and put LoRA's matrices beside its linear
+    layers, in place."""
+    model.not_saved = [name for name, _ in model.named_parameters()]
+    model.requires_grad_(False)
+    for module in targets(model, config.lora_targets).values():
+        # No wrapper: it would change the names of the base's parameters.
+        module.__class__ = LoRALinear
+        module.lora_scale = config.lora_alpha / config.lora_rank
+        out, width = module.weight.shape
+        device = module.weight.device
+        module.lora_A = nn.Parameter(torch.empty(config.lora_rank, width, device=device))
+        module.lora_B = nn.Parameter(torch.empty(out, config.lora_rank, device=device))
 
 
 class LoRALinear(nn.Linear):
@@ -31,25 +135,6 @@ class LoRALinear(nn.Linear):
         # The base may be kept in bf16, and without autocast x is in bf16 too.
         small = F.linear(x, self.lora_A.to(x.dtype)) * self.lora_scale  # (..., rank)
         return y + F.linear(small, self.lora_B.to(x.dtype))
-
-
-def adapt(model, cfg):
-    """Freeze a model on the meta device, as the base, and put LoRA's matrices beside its linear
-    layers, in place."""
-    # Checkpoints leave these out. Not a set: all ranks fill them in the same order.
-    model.base_names = tuple(name for name, _ in model.named_parameters())
-    for p in model.parameters():
-        p.requires_grad_(False)
-        p.data = p.data.to(DTYPES[cfg.frozen_dtype])
-    for module in targets(model, cfg.lora_targets).values():
-        # No wrapper: it would change the names of the base's parameters.
-        module.__class__ = LoRALinear
-        module.lora_scale = cfg.lora_alpha / cfg.lora_rank
-        out, width = module.weight.shape
-        device = module.weight.device
-        module.lora_A = nn.Parameter(torch.empty(cfg.lora_rank, width, device=device))
-        module.lora_B = nn.Parameter(torch.empty(out, cfg.lora_rank, device=device))
-    model.initial_value = partial(initial_value, model.initial_value)
 
 
 def targets(model, pattern):
@@ -72,13 +157,41 @@ def targets(model, pattern):
     return hits
 
 
-def initial_value(of_base, name, shape, seed):
-    """The model's own; an adapter's A is drawn as nn.Linear's weight and its B is zero, so the
-    model begins as its base. A depends on the seed and the name alone."""
+def initial_value(name, shape, seed):
+    """A is drawn as nn.Linear's weight, from the seed and the name alone. B is zero, so the model
+    begins as its base."""
     if name.endswith(".lora_B"):
         return torch.zeros(shape)
-    if name.endswith(".lora_A"):
-        generator = torch.Generator().manual_seed(derive_seed(seed, name))
-        bound = 1 / math.sqrt(shape[1])
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    return of_base(name, shape, seed)
+    generator = torch.Generator().manual_seed(derive_seed(seed, name))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+# ---------- checkpoints of before 2026-11-28 ----------------------------------
+
+
+def main(argv):
+    """Let the newest checkpoint in a directory name its model NAME+lora, with the base among its
+    sizes. Older ones had the base beside them."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(__doc__.strip())
+        return
+    source = checkpoint.find(argv[0], World())
+    header = source.header if source else {}
+    if not header.get("base"):
+        raise SystemExit(f"{argv[0]}: no LoRA checkpoint of before 2026-11-28 there")
+    header["config"]["model"] = header["config"].get("model", "gpt2") + "+lora"
+    header["model_args"].update(
+        base=header.pop("base"), base_origin=header.pop("base_origin", None) or "")
+    path = Path(source.path)
+    if source.sharded:
+        write_files(path, {checkpoint.HEADER: [checkpoint.sealed(header).encode()]})
+    else:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        ckpt = {**header, "model": ckpt["model"], "optimizer": ckpt["optimizer"]}
+        write_files(path.parent, {path.name: partial(torch.save, ckpt)})
+    print(f"{path} is up to date")
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

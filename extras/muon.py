@@ -26,6 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from configurator import DTYPES
+from optimizer import make_adamw
+
 
 def matrices_of(model):
     """Muon's parameters: the model's `matrices()`, or the blocks' 2-D parameters. SystemExit if
@@ -40,6 +43,21 @@ def matrices_of(model):
             "optimizer=muon is for matrices inside the blocks, and none of them is trained; use "
             "--optimizer=adamw, or a --freeze that leaves some")
     return trained
+
+
+def make(model, cfg):
+    """Muon for the matrices that it handles, and AdamW for the rest."""
+    matrices = matrices_of(model)
+    others = set(model.parameters()).difference(matrices)
+    return Muon(
+        matrices,
+        make_adamw([p for p in model.parameters() if p in others], cfg),
+        lr=cfg.learning_rate,
+        weight_decay=cfg.weight_decay,
+        momentum=cfg.momentum,
+        # Unscaled gradients are too small for float16.
+        dtype=torch.float32 if cfg.dtype == "float16" else DTYPES[cfg.dtype],
+    )
 
 
 class Muon(torch.optim.Optimizer):

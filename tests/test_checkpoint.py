@@ -46,6 +46,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import checkpoint
+import saves
 import train
 from configurator import Config, load_config, resolve
 from model import GPT, GPTConfig
@@ -58,7 +59,7 @@ NO_SCALER = LossScaler(Config(dtype="float32"))
 
 def claimed(run, out, source=None, resumed=False):
     """The Saver of a run; from scratch without a source."""
-    directory = checkpoint.RunDirectory(str(out))
+    directory = saves.RunDirectory(str(out))
     run_id = from_rank0(run.world, lambda: directory.claim(source, resumed))
     return saver_of(run, directory.path, run_id, source, resumed)
 
@@ -67,12 +68,12 @@ def saver_of(run, path, run_id, source=None, resumed=False):
     def report(*times):
         pass
 
-    return checkpoint.Saver(path, run_id, run.cfg, run.world, source, resumed, report)
+    return saves.Saver(path, run_id, run.cfg, run.world, source, resumed, report)
 
 
 def locked(out):
     """The RunDirectory of another run there, which has only the lock."""
-    directory = checkpoint.RunDirectory(str(out))
+    directory = saves.RunDirectory(str(out))
     directory.lock()
     return directory
 
@@ -88,7 +89,7 @@ def found(out):
 def state_of(out):
     """{key: tensor} of the newest checkpoint: weights and optimizer state."""
     source = found(out)
-    return {key: source.get(key) for key in source.shapes}
+    return {key: source.whole(key) for key in source.shapes}
 
 
 def assert_equal(a, b):
@@ -109,7 +110,7 @@ def snapshot(out):
 
 
 def make_full(out):
-    p = script("checkpoint.py", "full", out)
+    p = script("saves.py", "full", out)
     assert p.returncode == 0, p.stderr
     return p.stdout
 
@@ -310,11 +311,11 @@ def case_both_kinds(tmp, out, freeze):
             saver.finish()
     if run.world.rank == 0:  # the second time ranks send it no plan, since they are the same
         assert plans == [[True] * run.world.size, [False] * run.world.size]
-    calls, patient_group = [], checkpoint.patient_group
+    calls, wait = [], train.patient_barrier
     for source in (full, checkpoint.find(out, run.world)):
-        with (patch.object(source, "read", noted(calls, "read", source.read)),
-              patch.object(checkpoint, "patient_group", noted(calls, "wait", patient_group))):
-            checkpoint.load(source, run.model, run.optimizer, run.world)
+        with (patch.object(checkpoint, "load", noted(calls, "read", checkpoint.load)),
+              patch.object(train, "patient_barrier", noted(calls, "wait", wait))):
+            train.set_values(run.model, run.optimizer, source, run.cfg.seed, run.world)
     return calls
 
 
@@ -339,14 +340,37 @@ def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path):
         assert head.data_ptr() == wte.data_ptr()
 
 
+def test_checkpoint_that_is_sharded_is_read_by_rows(sound, monkeypatch):
+    """As PyTorch's own reader reads it; and a few rows without the other rank's file."""
+    path = os.path.join(sound, "step-000000004")
+    source = checkpoint.open_sharded(path)
+    whole = {key: source.whole(key) for key in source.shapes}
+    theirs = {key: torch.empty_like(t) for key, t in whole.items()}
+    dcp.load(theirs, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    assert_equal(whole, theirs)
+    read, opened = [], open
+
+    def noted_open(file, *mode):
+        read.append(os.path.basename(file))
+        return opened(file, *mode)
+
+    monkeypatch.setattr(checkpoint, "open", noted_open, raising=False)
+    key = "model.transformer.wte.weight"  # 67 rows: 34 of rank 0, and 33 of rank 1
+    for rows, files in ((slice(3, 34), ["__0_0.distcp"]), (slice(34, 99), ["__1_0.distcp"]),
+                        (slice(33, 35), ["__0_0.distcp", "__1_0.distcp"]), (slice(70, 99), [])):
+        value = checkpoint.open_sharded(path).get(key)
+        read.clear()
+        assert torch.equal(value[rows], whole[key][rows]) and read == files
+
+
 def test_checkpoint_command_leaves_full_ones_and_a_running_run_alone(sound, tmp_path):
     out = str(tmp_path / "out")
     shutil.copytree(sound, out)
     run = locked(out)
-    line = refused(checkpoint.main, ["full", out])
+    line = refused(saves.main, ["full", out])
     assert f"out_dir={out}" in line and f"process {os.getpid()} " in line
     run.lock_file.close()
-    checkpoint.main(["full", out])
+    saves.main(["full", out])
     assert read_ckpt(out)["iter_num"] == 4
     shutil.rmtree(f"{out}/step-000000004")
     before = snapshot(out)
@@ -438,8 +462,8 @@ def test_checkpoint_that_is_sharded_is_on_the_disk_before_an_older_one_goes(tmp,
 
     state = {"model.x": torch.zeros(3)}
     with (power_cut() as is_safe, patch.object(os, "replace", replace),
-          patch.object(checkpoint, "flat_state", lambda *args: state),
-          patch.object(checkpoint, "remove_sharded", remove_sharded)):
+          patch.object(saves, "flat_state", lambda *args: state),
+          patch.object(saves, "remove_sharded", remove_sharded)):
         save(saver, run, 1)
         save(saver, run, 2)
         saver.finish()
@@ -638,7 +662,7 @@ def test_checkpoint_in_the_background_has_a_group_of_its_own(sharded, kind):
     """Collectives of the run, which goes on, would meet its own."""
     saver, run, out = sharded
     saver.cfg = replace(run.cfg, checkpoint=kind)
-    with patch.object(checkpoint, "from_rank0", wraps=checkpoint.from_rank0) as agree:
+    with patch.object(saves, "from_rank0", wraps=saves.from_rank0) as agree:
         complete(saver, run, 1)
     assert agree.call_args.args[2] is saver.group
 
@@ -667,7 +691,7 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
         p.data.fill_(7)
     saver.finish()
     source = found(tmp_path)
-    assert all(torch.equal(source.get(f"model.{name}"), p) for name, p in expected.items())
+    assert all(torch.equal(source.whole(f"model.{name}"), p) for name, p in expected.items())
 
 
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
@@ -746,7 +770,7 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, capsys, file, moved):
     (tmp_path / "disk" / file).parent.mkdir(parents=True)
     (tmp_path / "disk" / file).touch()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    directory = checkpoint.RunDirectory(str(tmp_path / "out"))
+    directory = saves.RunDirectory(str(tmp_path / "out"))
     run_id = directory.claim(None)
     place = f"disk.{run_id}" if moved else "disk"
     assert (tmp_path / place / file).exists()
@@ -760,8 +784,8 @@ def test_run_on_a_disk_without_locks_says_so(tmp_path, monkeypatch, capsys):
     def flock(*args):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
-    checkpoint.RunDirectory(str(tmp_path / "out")).claim(None)
+    monkeypatch.setattr(saves.fcntl, "flock", flock)
+    saves.RunDirectory(str(tmp_path / "out")).claim(None)
     line = capsys.readouterr().out
     assert "out.lock" in line and "never start two runs" in line and line.count("\n") == 1
 

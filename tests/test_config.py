@@ -8,7 +8,7 @@ import ast
 import glob
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +24,6 @@ from configurator import (
     differences,
     keys_of,
     load_config,
-    model_args,
     resolve,
     with_sizes,
 )
@@ -60,7 +59,7 @@ def test_config_given_keys_are_those_that_files_and_flags_set(tmp_path):
 def test_config_odd_sizes_of_a_checkpoint_are_one_line():
     """It is no flag, so a text is no number."""
     line = refused(with_sizes, load_config([]), "gpt2", {"n_layer": "3"}, "--ckpt.pt")
-    assert line == "--ckpt.pt: n_layer='3' must be a whole number"
+    assert line == "--ckpt.pt: model_args: n_layer='3' must be a whole number"
 
 
 def test_config_help_lists_every_key():
@@ -108,7 +107,7 @@ def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
 def test_config_a_checkpoint_of_before_lr_schedule_had_a_cosine(tmp, capsys):
     cfg = tiny(tmp, lr_schedule="linear")
     before = {key: value for key, value in as_dict(cfg).items() if key != "lr_schedule"}
-    source = SimpleNamespace(path="out", header=dict(config=before, model_args=model_args(cfg)))
+    source = SimpleNamespace(path="out", header=dict(config=before, model_args=asdict(cfg.sizes)))
     start.final_config(cfg, source, True, World())
     assert capsys.readouterr().out.endswith("of out: lr_schedule='linear' (was 'cosine')\n")
 

@@ -44,10 +44,10 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-import checkpoint
 import fsdp
 import metrics
 import ranks
+import saves
 import test_fsdp
 import train
 from configurator import resolve
@@ -350,9 +350,9 @@ def test_cuda_pause_of_the_log_begins_when_what_is_queued_is_done(tmp, monkeypat
 def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     """A new thread's device is GPU 0, whatever its rank's is. Here it is as if there were one."""
     run = built(tmp, checkpoint="sharded", out_dir=f"{tmp}/writer")
-    directory = checkpoint.RunDirectory(run.cfg.out_dir)
+    directory = saves.RunDirectory(run.cfg.out_dir)
     run_id = directory.claim(None)
-    saver = checkpoint.Saver(
+    saver = saves.Saver(
         directory.path, run_id, run.cfg, run.world, None, False, lambda *times: None)
     Serial = filesystem._SerialCpuLoader
     with (patch.object(torch.cuda, "is_available", lambda: True),

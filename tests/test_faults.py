@@ -40,6 +40,7 @@ from harness import (
 
 import checkpoint
 import ranks
+import saves
 import train
 from ranks import StopSignal
 
@@ -335,7 +336,7 @@ def test_fault_a_failed_save_is_said_and_the_run_goes_on(tmp):
 def test_fault_no_space_for_a_checkpoint_made_full(tmp, tmp_path):
     out = str(tmp_path / "out")
     launch(1, arguments(tmp, out, max_iters=2, checkpoint="sharded"))
-    p = Ranks(1, faults.limited, [0], 20_000, checkpoint.main, ["full", out]).finish()
+    p = Ranks(1, faults.limited, [0], 20_000, saves.main, ["full", out]).finish()
     assert p.returncode == 1
     assert p.stderr.startswith(f"cannot write {out}/ckpt.pt") and p.stderr.count("\n") == 1
     assert faults.newest(out) == 2 and not glob.glob(f"{out}/*.tmp")

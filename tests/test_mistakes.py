@@ -39,6 +39,7 @@ load
   --dtype=fp8 | 'float32'
   --device=tpu | cuda
   --n_head=12 --n_embd=100 | multiple of n_head
+  --model=gpt2+; --model=gpt2+none; --model=gpt2+model | model=
 resolve TOY
   --strategy=single | python train.py
   --gradient_accumulation_steps=3 | multiple of 2
@@ -56,8 +57,7 @@ resolve TOY
   --strategy=full_shard --reshard_group_size=3 | divisor of 2
   --strategy=full_shard --reshard_group_size=1 | divisor of 2, from 2 on
   --strategy=ddp --reduce_dtype=bfloat16 | full_shard
-  --lora_alpha=8; --lora_targets=c_attn | --lora_rank=16 too
-  --dtype=bfloat16 --frozen_dtype=bfloat16 | or --frozen_dtype=float32
+  --dtype=float32 --frozen_dtype=bfloat16 | or --dtype=bfloat16
   --strategy=ddp --reshard_group_size=2 | full_shard, hybrid_shard
   --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
   --compile=True --loss_chunks=2 --wrap_min_params=9 | --wrap_min_params=0
@@ -75,6 +75,8 @@ train.py TOY
   --dataset=ODD/short; --block_size=100000 | lower it
   --freeze=nothing; --freeze=. | names look like transformer.
   --freeze=( | regular expression
+  --dtype=bfloat16 --frozen_dtype=bfloat16 | use --freeze
+  --optimizer=sdg | NAME.py
   --device=cuda:99 | --device=cpu
   --init_from=resume | use scratch
   --out_dir=/proc/x; --out_dir=ODD/a.txt/out | pass another
@@ -95,7 +97,7 @@ sample.py
   --start=FILE:/nowhere | No such file
   --start=ids:; --start=ids:1,x; --start=ids:1,-2 | ids:1,2,3
   --out_dir=ODD/nothing; --out_dir=ODD/nothing --init_from=scratch | --out_dir
-checkpoint.py
+saves.py
   full ODD/nothing | no checkpoint
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/empty.txt --out=ODD/new; ODD/empty.jsonl --out=ODD/new | more text

@@ -45,6 +45,7 @@ import checkpoint
 import metrics
 import model
 import optimizer
+import saves
 import start
 import train
 from configurator import load_config
@@ -342,10 +343,10 @@ def events(tmp, name, signal_at=None, **keys):
         return call
 
     with (patch.object(StopSignal, "requested", noted("stop?", StopSignal.requested)),
-          patch.object(checkpoint.Saver, "poll", noted("poll", checkpoint.Saver.poll)),
+          patch.object(saves.Saver, "poll", noted("poll", saves.Saver.poll)),
           patch.object(train, "evaluate", noted("evaluate", train.evaluate)),
           patch.object(train, "train_step", noted("step", train.train_step)),
-          patch.object(checkpoint.Saver, "save", noted("save", checkpoint.Saver.save))):
+          patch.object(saves.Saver, "save", noted("save", saves.Saver.save))):
         run_training(tmp, name, max_iters=4, eval_interval=2, gradient_accumulation_steps=2, **keys)
     return done
 
@@ -447,7 +448,7 @@ def test_log_time_is_a_steps_without_evaluation_and_saves(tmp, monkeypatch, caps
     monkeypatch.setattr(metrics.time, "time", lambda: now[0])
     monkeypatch.setattr(train, "train_step", slow(train.train_step, 60))
     monkeypatch.setattr(train, "evaluate", slow(train.evaluate, 100))
-    monkeypatch.setattr(checkpoint.Saver, "save", slow(checkpoint.Saver.save, 1000))
+    monkeypatch.setattr(saves.Saver, "save", slow(saves.Saver.save, 1000))
     rows = run_training(tmp, "clock", max_iters=8, eval_interval=4, log_interval=3)
     assert [row["iter"] for row in rows] == [0, 3, 6, 7]
     assert [row["time_ms"] for row in rows] == [60_000.0] * 4
@@ -490,7 +491,7 @@ def test_log_goes_on_after_half_a_row(tmp, tmp_path):
 def test_checkpoint_is_completed_while_training_goes_on(tmp, tmp_path, monkeypatch, kind):
     """And the next save waits for it: the first is held up until then."""
     done, waited_for = [], threading.Event()
-    wait_for_save, complete = checkpoint.Saver.wait, checkpoint.Saver.write
+    wait_for_save, complete = saves.Saver.wait, saves.Saver.write
 
     def waiting(saver):
         if saver.saving:
@@ -506,11 +507,11 @@ def test_checkpoint_is_completed_while_training_goes_on(tmp, tmp_path, monkeypat
     def noted(event, function):
         return lambda *args, **kwargs: done.append(event) or function(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.Saver, "wait", waiting)
-    monkeypatch.setattr(checkpoint.Saver, "write", held)
+    monkeypatch.setattr(saves.Saver, "wait", waiting)
+    monkeypatch.setattr(saves.Saver, "write", held)
     monkeypatch.setattr(train, "train_step", noted("step", train.train_step))
-    check = checkpoint.require_finite_state  # the first thing that a save does
-    monkeypatch.setattr(checkpoint, "require_finite_state", noted("save", check))
+    check = saves.require_finite_state  # the first thing that a save does
+    monkeypatch.setattr(saves, "require_finite_state", noted("save", check))
     run_training(tmp, tmp_path / "out", checkpoint=kind, max_iters=4, eval_interval=2)
     assert done == ["step", "step", "save", "step", "step", "complete", "save", "complete"]
 

@@ -6,8 +6,9 @@
 # = 41.9M, 16 bytes each, are 0.7 GB.
 # On 2 GPUs the plan's peak is 11.7 GiB.
 
+model = 'llama+lora'
 out_dir = 'out-llama3-8b-lora'
-init_from = 'meta-llama/Meta-Llama-3-8B'  # accept its license there first
+base = 'meta-llama/Meta-Llama-3-8B'  # accept its license there first
 dataset = 'my_data'  # python data/prepare.py my_data FILES --tokenizer=meta-llama/Meta-Llama-3-8B
 always_save_checkpoint = False  # only when the validation loss improves
 strategy = 'full_shard'
@@ -19,7 +20,6 @@ lora_alpha = 32
 dtype = 'bfloat16'
 frozen_dtype = 'bfloat16'
 
-model = 'llama'
 block_size = 2048
 vocab_size = 128256
 n_layer = 32

@@ -17,8 +17,8 @@ GPT2_350M = [
 FITS_1B = 54e9  # bytes of a GPU: `single` uncompiled takes 45.4 GiB by the plan, and a tenth stays
 FITS_FLOAT8 = 8.9  # compute capability
 LLAMA_8B = [
-    "extras/config/llama3_8b.py", "--batch_size=1", "--block_size=2048", "--dtype=bfloat16",
-    "--lora_rank=16", "--frozen_dtype=bfloat16"]
+    "extras/config/llama3_8b.py", "--model=llama+lora", "--lora_rank=16", "--batch_size=1",
+    "--block_size=2048", "--dtype=bfloat16", "--frozen_dtype=bfloat16"]
 # Small enough for a simulated GPU, whose attention wants heads of 16.
 TINY = [
     "--n_layer=2", "--n_head=3", "--n_embd=48", "--block_size=32", "--batch_size=2",

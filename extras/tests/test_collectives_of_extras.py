@@ -11,7 +11,7 @@ import os
 import pytest
 from test_collectives import SHARDED, ZERO3, case, make_masked, require_same
 
-LORA = dict(lora_rank=4, lora_alpha=6.0)
+LORA = dict(model="gpt2+lora", lora_rank=4, lora_alpha=6.0)
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_collectives_of_extras_are_the_same_on_all_ranks(tmp, tmp_path, monkeypa
     base = os.path.join(tmp, "detail-base")
     two = dict(
         base=case(tmp, "base", **ZERO3),
-        lora=case(tmp, "lora", init_from=base, **LORA, **ZERO3),
+        lora=case(tmp, "lora", **LORA, base=base, **ZERO3),
         from_lora=case(tmp, "lora", init_from="resume", max_iters=4, **LORA, **SHARDED),
         mixture=case(tmp, "mixture", dataset=mixture, **ZERO3),
         muon=case(tmp, "muon", optimizer="muon", **SHARDED),

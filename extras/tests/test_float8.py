@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import checkpoint
-from configurator import load_config
+from configurator import load_config, make_config
 from extras import float8, plan
 from extras.plan.rehearse import rehearse
 from ranks import World
@@ -113,7 +113,7 @@ def test_float8_checkpoints_are_plain_and_go_on_in_any_dtype(tmp, ranks, name):
     out = os.path.join(tmp, "f8-" + name)
     source = checkpoint.find(out, World())
     for key in source.shapes:
-        t = source.get(key)
+        t = source.whole(key)
         assert type(t) is torch.Tensor and t.dtype == torch.float32, key
     for step, (dtype, world) in enumerate((("float32", 1), ("float8", 2)), 5):
         run = dict(SIZES, dtype=dtype, init_from="resume", max_iters=step + 1)
@@ -130,12 +130,20 @@ def test_float8_is_for_the_blocks_matrices_that_fit():
     assert float8.linears(SimpleNamespace(blocks=one)) == [one[2]]
 
 
+def converted(device, ranks=0, **sizes):
+    """The line that it ends with, on so many ranks that share a weight."""
+    strategy = "full_shard" if ranks else "single"
+    cfg = make_config(dict(strategy=strategy, batch_size=2, block_size=16))
+    world = World(size=ranks, device=torch.device(device))
+    return refused(float8.convert, plain_gpt(**sizes), cfg, world)
+
+
 def test_float8_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    assert "pip install torchao" in refused(float8.convert, plain_gpt(), "cpu", 0, 32)
+    assert "pip install torchao" in converted("cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "--dtype=bfloat16" in refused(float8.convert, plain_gpt(), "cuda", 1, 32)
-    assert "--dtype=bfloat16" in refused(float8.convert, plain_gpt(), "mps", 1, 32)
+    assert "--dtype=bfloat16" in converted("cuda")
+    assert "--dtype=bfloat16" in converted("mps")
 
 
 @needs_torchao
@@ -171,7 +179,7 @@ def test_float8_plan_multiplies_in_8_bits():
 def test_float8_rows_that_the_ranks_do_not_divide_are_refused(monkeypatch, ranks, layer):
     """torchao gathers no padding: NCCL would wait for bytes that nobody sends."""
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # the next line it would say
-    said = refused(float8.convert, plain_gpt(n_embd=64, n_head=2), "cpu", ranks, 32)
+    said = converted("cpu", ranks, n_embd=64, n_head=2)
     if layer:
         assert f"5 ranks do not divide the 192 rows of {layer}" in said
         assert "--shard_group_size" in said

@@ -7,6 +7,8 @@ LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
 import json
 import os
 import shutil
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,11 +34,13 @@ from torch.distributed.tensor import DTensor
 import checkpoint
 import start
 import train
-from configurator import load_config, model_args, resolve
+from configurator import load_config, resolve
 from extras import huggingface, lora
 from ranks import World, setup
 
-KEYS = dict(lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
+NAME = dict(model="gpt2+lora")  # of a run that goes on too, since the harness passes a model
+LORA = dict(NAME, lora_rank=4)
+KEYS = dict(LORA, lora_alpha=6.0, learning_rate=1e-2)
 ZERO3 = dict(strategy="full_shard")
 MODES = {  # name: (ranks, keys)
     "ddp": (2, dict(strategy="ddp")),
@@ -58,7 +62,7 @@ def base(tmp):
 
 
 def keys_of_run(tmp, base, name, **more):
-    return {**dict(tmp=tmp, name="lora-" + name, init_from=base, **KEYS), **more}
+    return {**dict(tmp=tmp, name="lora-" + name, base=base, **KEYS), **more}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,7 @@ def columns(rows):
 
 def weights(tmp, name):
     source = checkpoint.find(os.path.join(tmp, "lora-" + name), World())
-    return {key: source.get(key) for key in source.shapes}
+    return {key: source.whole(key) for key in source.shapes}
 
 
 @pytest.mark.slow
@@ -102,7 +106,7 @@ def test_lora_every_mode_has_the_numbers_of_one_process(tmp, ranks, single, name
 def test_lora_only_the_adapters_train_and_are_saved(tmp, base, single):
     assert single[-1]["loss"] < single[0]["loss"] - 0.02
     state = read_ckpt(os.path.join(tmp, "lora-single"))
-    assert len(state["model"]) == 2 * 12 and state["base"] == base
+    assert len(state["model"]) == 2 * 12 and state["model_args"]["base"] == base
     assert all(name.endswith((".lora_A", ".lora_B")) for name in state["model"])
     assert len(state["optimizer"]["state"]) == 24
     model = train.meta_model(load_config(arguments(tmp, "x", **KEYS)))
@@ -118,13 +122,13 @@ def test_lora_resumes_bit_for_bit_and_at_another_world_size(tmp, base, ranks, ki
     whole = columns(values(ranks, "zero3")[0])[0]
     name = f"part-{kind}"
     out = os.path.join(tmp, "lora-" + name)
-    run = dict(ZERO3, checkpoint=kind, learning_rate=KEYS["learning_rate"])
+    run = dict(ZERO3, **NAME, checkpoint=kind, learning_rate=KEYS["learning_rate"])
     first = keys_of_run(tmp, base, name, max_iters=2, **run)
     second = dict(run, tmp=tmp, name="lora-" + name, init_from="resume", max_iters=4)
     results = on_ranks(2, {"first": (run_training, first), "second": (run_training, second)})
     values(results, "first")
     assert columns(values(results, "second")[0])[0] == whole[:4]
-    p = launch(1, arguments(tmp, out, init_from="resume", max_iters=5,
+    p = launch(1, arguments(tmp, out, init_from="resume", max_iters=5, **NAME,
                             learning_rate=KEYS["learning_rate"]))
     assert "at step 4" in p.stdout
     assert losses(out) == pytest.approx(whole, rel=1e-6)
@@ -136,47 +140,91 @@ def test_lora_samples_and_begins_on_other_adapters(tmp, single):
     p = script("sample.py", f"--out_dir={out}", "--start=ids:1", "--num_samples=1",
                "--max_new_tokens=5", "--device=cpu", "--dtype=float32")
     assert p.returncode == 0, p.stderr
-    rows = run_training(tmp, "lora-again", init_from=out, max_iters=1)
+    rows = run_training(tmp, "lora-again", init_from=out, max_iters=1, **NAME)
     assert rows[0]["loss"] < single[0]["loss"] - 0.02  # the same batch
-    assert read_ckpt(os.path.join(tmp, "lora-again"))["base"] == os.path.join(tmp, "lora-base")
+    state = read_ckpt(os.path.join(tmp, "lora-again"))
+    assert state["model_args"]["base"] == os.path.join(tmp, "lora-base")
 
 
 def test_lora_begins_on_a_sharded_base_with_its_loss(tmp):
     """B is zero, so the first loss is the base's own."""
     base = dict(max_iters=1, checkpoint="sharded")
     run_training(tmp, "lora-sharded-base", **base)
-    run = dict(init_from=os.path.join(tmp, "lora-sharded-base"), max_iters=1)
-    begun, whole = (run_training(tmp, f"lora-begun-{len(keys)}", **run, **keys)
-                    for keys in (KEYS, {}))
+    base = os.path.join(tmp, "lora-sharded-base")
+    begun, whole = (run_training(tmp, f"lora-begun-{len(keys)}", max_iters=1, **keys)
+                    for keys in (dict(KEYS, base=base), dict(init_from=base)))
     assert columns(begun)[0] == pytest.approx(columns(whole)[0], rel=1e-6)
+
+
+def of_before(path):
+    """A checkpoint as it was before 2026-11-28: the base beside the sizes, no "+" in its model."""
+    header = checkpoint.open_one(path).header
+    args = header["model_args"]
+    header.update(base=args.pop("base"), base_origin=args.pop("base_origin"))
+    header["config"]["model"] = "gpt2"
+    if os.path.isdir(path):
+        with open(os.path.join(path, checkpoint.HEADER), "w") as f:
+            f.write(checkpoint.sealed(header))
+    else:
+        ckpt = torch.load(path, weights_only=True)
+        torch.save({**ckpt, **header}, path)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_lora_checkpoints_of_before_say_how_they_are_brought_up_to_date(tmp, base, kind):
+    whole = run_training(**keys_of_run(tmp, base, f"new-{kind}", checkpoint=kind, max_iters=3))
+    name = f"lora-old-{kind}"
+    out = os.path.join(tmp, name)
+    run_training(**keys_of_run(tmp, base, f"old-{kind}", checkpoint=kind, max_iters=2))
+    path = checkpoint.find(out, World()).path
+    of_before(path)
+    p = script("sample.py", f"--out_dir={out}", "--device=cpu")
+    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
+    assert path in p.stderr and "extras/lora.py, whose header says" in p.stderr
+    assert f"python -m extras.lora {out}" in lora.__doc__.replace("out-x", out)
+    p = script("extras/lora.py", out)
+    assert p.returncode == 0, p.stderr
+    keys = dict(NAME, checkpoint=kind, learning_rate=KEYS["learning_rate"])
+    rows = run_training(tmp, name, init_from="resume", max_iters=3, **keys)
+    assert columns(rows) == columns(whole)
+    assert "no LoRA checkpoint of before" in refused(lora.main, [out])
+
+
+def test_lora_commands_of_before_say_what_to_pass():
+    line = refused(load_config, ["extras/config/finetune_smollm2.py", "--lora_rank=16"])
+    assert "lora_rank" in line and "extras/lora.py, whose header says what to pass" in line
+    paths = [f"extras/config/{name}.py" for name in ("finetune_smollm2", "lora")]
+    assert " ".join(paths) in lora.__doc__
+    cfg = load_config(paths)
+    assert (cfg.model, cfg.init_from, cfg.sizes.lora_rank) == ("llama+lora", "scratch", 16)
+    assert cfg.sizes.base == "HuggingFaceTB/SmolLM2-135M"
 
 
 def test_lora_initial_values_are_a_linear_layers_and_zero():
     """A's bound is 1 / sqrt(its inputs), as nn.Linear's, and not its rank's."""
     torch.manual_seed(1)
     for shape in ((4, 400), (400, 4)):
-        value = lora.initial_value(None, "x.lora_A", shape, 1)
+        value = lora.initial_value("x.lora_A", shape, 1)
         of_torch = torch.nn.Linear(shape[1], shape[0]).weight
         assert value.abs().max().item() == pytest.approx(of_torch.abs().max().item(), rel=0.01)
-        assert not lora.initial_value(None, "x.lora_B", shape, 1).any()
-        assert not torch.equal(lora.initial_value(None, "y.lora_A", shape, 1), value)
+        assert not lora.initial_value("x.lora_B", shape, 1).any()
+        assert not torch.equal(lora.initial_value("y.lora_A", shape, 1), value)
 
 
 def test_lora_base_is_found_from_another_directory(tmp, base, monkeypatch):
     monkeypatch.chdir(tmp)
-    cfg = load_config(arguments(tmp, "x", init_from="lora-base", **KEYS))
-    _, source, _ = started(resolve(cfg, World()), World())
-    assert source.header["base"] == base
+    cfg = load_config(arguments(tmp, "x", base="lora-base", **KEYS))
+    assert started(resolve(cfg, World()), World())[0].sizes.base == base
 
 
 def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, capsys):
     """The adapters were trained beside other weights. The header knows which."""
     own, out = shutil.copytree(base, tmp_path / "base"), str(tmp_path / "out")
-    run_training(tmp, out, init_from=own, max_iters=1, **KEYS)
+    run_training(tmp, out, base=str(own), max_iters=1, **KEYS)
     capsys.readouterr()
 
     def starts():
-        cfg = load_config(arguments(tmp, out, init_from="resume"))
+        cfg = load_config(arguments(tmp, out, init_from="resume", **NAME))
         started(resolve(cfg, World()), World())
         return capsys.readouterr().err
 
@@ -190,13 +238,14 @@ def test_lora_whose_base_was_trained_on_or_moved_says_so(tmp, base, tmp_path, ca
         assert line.count("\n") == 1 and f"base={own} " in line
         assert f"step 2 of run {run}" in line and now in line
     # what such a run saves still knows the base of its adapters
-    run_training(tmp, out, init_from="resume", max_iters=2, learning_rate=KEYS["learning_rate"])
+    run_training(tmp, out, init_from="resume", max_iters=2,
+                 learning_rate=KEYS["learning_rate"], **NAME)
     assert f"step 2 of run {run}" in starts()
     p = script("extras/huggingface.py", out, tmp_path / "merged")
     assert p.returncode == 0 and p.stderr.count("now step 2 of run another") == 1, p.stderr
     own.rename(tmp_path / "moved")
     line = refused(starts)
-    assert f"{out}/ckpt.pt: base={own}: " in line and "init_from" not in line
+    assert f"base={own}: " in line and "init_from" not in line
 
 
 def case_bytes(tmp):
@@ -233,7 +282,7 @@ def test_lora_gathers_in_bf16_and_reduces_adapters_only(ranks):
 @torch.no_grad()
 def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
     world = setup("cpu", "auto")
-    cfg = load_config(arguments(tmp, os.path.join(tmp, "lora-single"), init_from="resume"))
+    cfg = load_config(arguments(tmp, os.path.join(tmp, "lora-single"), init_from="resume", **NAME))
     cfg, source, _ = started(resolve(cfg, world), world)
     idx = torch.arange(16)[None]
     adapted = train.build(train.meta_model(cfg), cfg, world, source)[0].eval()(idx, idx)[0]
@@ -245,17 +294,20 @@ def test_lora_merged_weights_give_the_adapters_logits(tmp, single):
     assert (after - adapted).abs().max() < 1e-5 < (after - before).abs().max()
 
 
-def test_lora_merged_weights_keep_what_bf16_would_round_away():
+def test_lora_merged_weights_keep_what_bf16_would_round_away(monkeypatch):
     """Of a base in bf16, whose next number after 1 is 1.0078."""
     shapes = {"model.x.weight": (2, 3)}
     base = checkpoint.Source(
-        "base", {}, shapes, lambda key: torch.ones(2, 3, dtype=torch.bfloat16))
+        "base", dict(config={}), shapes, lambda key: torch.ones(2, 3, dtype=torch.bfloat16))
     adapters = {"model.x.lora_A": torch.ones(1, 3), "model.x.lora_B": torch.full((2, 1), 0.001)}
-    header = dict(model_args=dict(lora_alpha=2.0, lora_rank=1))
-    source = checkpoint.Source("adapters", header, adapters, adapters.__getitem__, base=base)
+    header = dict(model_args=dict(lora_alpha=2.0, lora_rank=1), config={"model": "gpt2+lora"})
+    cfg = SimpleNamespace(sizes=SimpleNamespace(base_source=base))
+    monkeypatch.setattr(huggingface, "complete", lambda *args: cfg)
+    sizes = {key: tuple(t.shape) for key, t in adapters.items()}
+    source = checkpoint.Source("adapters", header, sizes, adapters.__getitem__)
     merged = huggingface.merged(source)
-    assert torch.equal(merged.get("model.x.weight"), torch.full((2, 3), 1.002))
-    assert merged.header == header  # the data, and so the tokenizer, are the adapters' run's
+    assert torch.equal(merged.whole("model.x.weight"), torch.full((2, 3), 1.002))
+    assert merged.header == dict(header, config={"model": "gpt2"}, kept=None)
 
 
 @pytest.mark.parametrize("out", ["", "lora-single"])
@@ -264,18 +316,18 @@ def test_lora_a_base_that_lacks_a_tensor_is_refused(tmp, tmp_path, single, out):
     base = os.path.join(tmp, "lora-base")
     ckpt = read_ckpt(base)
     del ckpt["model"]["transformer.h.1.ln_1.weight"]
-    cfg = load_config(arguments(tmp, os.path.join(tmp, out or "lora-new"), lora_rank=4,
-                                init_from="resume" if out else base))
+    keys = dict(NAME, init_from="resume") if out else dict(LORA, base=base)
+    cfg = load_config(arguments(tmp, os.path.join(tmp, out or "lora-new"), **keys))
     cfg, source, _ = started(resolve(cfg, World()), World())
     torch.save(ckpt, tmp_path / "ckpt.pt")
-    source.base = checkpoint.open_full(str(tmp_path / "ckpt.pt"))
+    cfg.sizes.base_source = checkpoint.open_full(str(tmp_path / "ckpt.pt"))
     line = refused(train.build, train.meta_model(cfg), cfg, World(), source)
     assert "transformer.h.1.ln_1.weight is missing" in line
 
 
 def test_lora_without_a_base_has_the_models_initial_values(tmp):
     """As bench builds it."""
-    cfg = resolve(tiny(tmp, lora_rank=4), World())
+    cfg = resolve(tiny(tmp, **LORA), World())
     adapted, _ = train.build(train.meta_model(cfg), cfg, World())
     named = dict(adapted.named_parameters())
     for name, p in plain_gpt().named_parameters():
@@ -284,7 +336,7 @@ def test_lora_without_a_base_has_the_models_initial_values(tmp):
 
 def test_lora_mistakes_are_one_line(tmp, base):
     def said(*argv, **more):
-        argv = [*arguments(tmp, os.path.join(tmp, "lora-none"), lora_rank=4, **more), *argv]
+        argv = [*arguments(tmp, os.path.join(tmp, "lora-none"), **{**LORA, **more}), *argv]
         world = setup("cpu", "auto")
 
         def begin():
@@ -293,39 +345,48 @@ def test_lora_mistakes_are_one_line(tmp, base):
 
         return refused(begin)
 
-    assert "--init_from" in said()
+    assert "--base" in said()
     assert "matches none of the blocks' 12 linear layers" in said(
-        "--lora_targets=lm_head", init_from=base)
-    assert "not a regular expression" in said("--lora_targets=(", init_from=base)
-    assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", init_from=base)
-    assert "--dtype=bfloat16" in said("--dtype=float8", init_from=base)
-    assert "pass --lora_rank=0, or" in said(out_dir=base, init_from="resume")
-    assert "pass --lora_rank=16 too" in said("--lora_rank=0", init_from=base, lora_alpha=8)
+        "--lora_targets=lm_head", base=base)
+    assert "not a regular expression" in said("--lora_targets=(", base=base)
+    assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", base=base)
+    line = said(out_dir=base, init_from="resume")  # a run without adapters
+    assert "pass --model=gpt2, or another" in line and "model=gpt2+lora in this run" in line
+    assert "lora_rank=0 must be" in said("--lora_rank=0", base=base)
+    assert "pass --model=gpt2+lora" in said(base=base, model="llama+lora")
     for out_dir in (base, os.path.dirname(base)):  # a run moves what it finds there
-        line = said(out_dir=out_dir, init_from=os.path.join(base, "ckpt.pt"))
+        line = said(out_dir=out_dir, base=os.path.join(base, "ckpt.pt"))
         assert "must stay" in line and "--out_dir" in line
+
+
+def test_lora_in_float8_is_refused(tmp):
+    cfg = resolve(tiny(tmp, n_embd=48, dtype="float8", **LORA), World())
+    line = refused(train.parallelize, train.meta_model(cfg), cfg, World())
+    assert "c_attn is a LoRALinear" in line and "--dtype=bfloat16" in line
 
 
 def test_lora_begun_on_other_adapters_does_not_move_its_base_away(tmp, base, single):
     """Then its checkpoint would be its own base."""
-    cfg = load_config(arguments(tmp, base, init_from=os.path.join(tmp, "lora-single")))
-    assert "must stay" in refused(start.open_start, cfg, World())
-    cfg = load_config(arguments(tmp, "elsewhere", init_from=os.path.join(tmp, "lora-single")))
-    assert start.open_start(cfg, World())[0].base
+    cfg = load_config(arguments(tmp, base, init_from=os.path.join(tmp, "lora-single"),
+                                **NAME))
+    assert "must stay" in refused(started, cfg, World())
+    cfg = load_config(arguments(tmp, "elsewhere", init_from=os.path.join(tmp, "lora-single"),
+                                **NAME))
+    assert started(cfg, World())[0].sizes.base == base
 
 
 def test_lora_frozen_too_leaves_nothing_to_train(tmp):
-    cfg = resolve(tiny(tmp, lora_rank=4, freeze="lora"), World())
+    cfg = resolve(tiny(tmp, freeze="lora", **LORA), World())
     assert "0 are left to train" in refused(train.meta_model, cfg)
 
 
-def test_lora_is_asked_for_by_its_rank(tmp_path):
+def test_lora_is_asked_for_by_its_model(tmp_path):
     path = tmp_path / "lora.py"
-    path.write_text("lora_rank = 8\nmodel = 'llama'\n")
-    cfg = load_config([str(path), "--lora_alpha=2"])
-    assert (cfg.model, cfg.lora_rank, cfg.lora_alpha) == ("llama", 8, 2.0)
-    assert load_config([str(path), "--lora_rank=0"]).lora_rank == 0
-    assert "lora_rank" in refused(load_config, ["--loro_rank=8"])
+    path.write_text("model = 'llama'\nn_kv_head = 9\n")
+    cfg = load_config([str(path), "--model=llama+lora", "--lora_alpha=2"])
+    assert (cfg.model, cfg.sizes.lora_alpha, cfg.sizes.n_kv_head) == ("llama+lora", 2.0, 9)
+    assert "lora_rank" in refused(load_config, ["--model=gpt2+lora", "--loro_rank=8"])
+    assert "no such file" in refused(load_config, ["--model=gpt2+loro"])
 
 
 def peft_run(tmp_path, kind):
@@ -337,8 +398,10 @@ def peft_run(tmp_path, kind):
     names = {"smollm2": ["q_proj", "down_proj"], "llama3": ["v_proj", "up_proj"],
              "gpt2": ["c_attn", "mlp.c_proj"]}[kind]
     world = setup("cpu", "auto")
-    argv = [f"--init_from={hf}", "--device=cpu", "--compile=False", "--dtype=float32",
-            "--lora_rank=4", "--lora_alpha=12", f"--lora_targets=({'|'.join(names)})$"]
+    name = "gpt2" if kind == "gpt2" else "llama"
+    argv = [f"--model={name}+lora", f"--base={hf}", "--device=cpu", "--compile=False",
+            "--dtype=float32", "--out_dir=none", "--lora_rank=4", "--lora_alpha=12",
+            f"--lora_targets=({'|'.join(names)})$"]
     cfg, source, _ = started(resolve(load_config(argv), world), world)
     ours, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=names, task_type="CAUSAL_LM",
@@ -408,11 +471,11 @@ def test_lora_ten_steps_are_pefts(tmp_path, kind):
 
 def source_of_adapters(cfg, model, hf):
     """A checkpoint of this run, as it would be in a file."""
-    flat = checkpoint.flat_state(model, left_out=model.base_names)
-    base = huggingface.open_pretrained(hf)
-    header = dict(base.header, base=hf, model_args=model_args(cfg))
+    flat = checkpoint.flat_state(model)
+    header = dict(huggingface.open_pretrained(hf).header)
+    header.update(model_args=asdict(cfg.sizes), config={"model": cfg.model})
     shapes = {key: tuple(t.shape) for key, t in flat.items()}
-    return checkpoint.Source("memory", header, shapes, flat.__getitem__, base=base)
+    return checkpoint.Source("memory", header, shapes, flat.__getitem__)
 
 
 def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
@@ -427,7 +490,7 @@ def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
     whole = huggingface.merged(source)
     assert gpt.shapes.keys() == whole.shapes.keys() - {"model.lm_head.weight"}
     for key in gpt.shapes:
-        assert torch.equal(gpt.get(key), whole.get(key)), key
+        assert torch.equal(gpt.whole(key), whole.whole(key)), key
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == os.path.join(tmp, "lora-base")
     assert len(config["target_modules"]) == 12 and config["r"] == 4

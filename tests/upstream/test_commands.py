@@ -41,7 +41,10 @@ from configurator import load_config, resolve
 from ranks import World
 
 SLURM = Not("it needs Slurm; test_faults.py restarts two nodes as the script does")
-DIFF = Not("it changes the clone: test_fork_the_diff_adds_an_optimizer has its own")
+FORK = Not("it takes a file of the page: test_fork_a_file_adds_an_optimizer")
+SCALE = Not(
+    "it takes a file of the page: "
+    "test_fork_an_adapter_begins_as_its_base_and_trains_only_scales")
 ONE_GPU = Not("test_cuda_page_starts_two_nodes_on_one_gpu")
 FAIRSEQ = Not("13B: test_commands_for_fairseqs_two_resolve")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
@@ -76,7 +79,7 @@ ROWS = {
         ("python train.py config/quickstart.py --init_from=resume", trains(4)),
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --init_from=auto",
          trains(6)),
-        ("python checkpoint.py full out-quickstart", Run()),
+        ("python saves.py full out-quickstart", Run()),
         ("python3 -m venv .venv", INSTALL),
         (". .venv/bin/activate", INSTALL),
         ("pip install -r requirements.txt pytest-xdist", INSTALL),
@@ -108,9 +111,9 @@ ROWS = {
         ("srun torchrun", SLURM),
     ],
     "docs/fork.md": [
-        ("git apply nadam.diff", DIFF),
-        ("python -m pytest -q tests/test_optimizer.py -k nadam", DIFF),
-        ("python train.py config/quickstart.py --optimizer=nadam", DIFF),
+        ("python -m pytest -q tests/test_optimizer.py --optimizer=nadam", FORK),
+        ("python train.py config/quickstart.py --optimizer=nadam", FORK),
+        ("python train.py config/quickstart.py --model=gpt2+scale", SCALE),
     ],
     "docs/measurements.md": [
         ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
@@ -215,5 +218,5 @@ def test_commands_work_from_another_directory(clone, tmp_path):
     typed_elsewhere(
         clone, tmp_path,
         "python {here}/sample.py --out_dir=out --max_new_tokens=3 --num_samples=1 --device=cpu",
-        "python {here}/checkpoint.py full out")
+        "python {here}/saves.py full out")
     assert sorted(os.listdir(tmp_path)) == ["out", "out.lock", "words"]

@@ -6,7 +6,6 @@ docs/fork.md's code, as it stands on the page.
 
 import os
 import re
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,25 +15,19 @@ from harness import (
     assert_same_weights,
     built,
     copied,
-    initialized,
     on_ranks,
-    plain_gpt,
     python,
     read_ckpt,
-    refused,
     run_training,
-    shell,
-    tiny,
+    script,
     two_each,
     values,
 )
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp
-import start
 import train
-from model import GPT, normal
+from model import normal
 
 
 def shown(name):
@@ -45,16 +38,12 @@ def shown(name):
 
 
 @pytest.mark.slow
-def test_fork_the_diff_adds_an_optimizer(tmp_path):
+def test_fork_a_file_adds_an_optimizer(tmp_path):
     """docs/fork.md has it, and the test to run: both, in a copy of the project."""
-    page = read("docs/fork.md")
     copy = copied(tmp_path / "copy")
-    diff = re.search(r"^```diff\n(.*?)^```", page, re.M | re.S)[1]
-    (copy / "nadam.diff").write_text(diff)
-    p = shell("git", "apply", "nadam.diff", cwd=copy)
-    assert p.returncode == 0, p.stderr
-    command = re.search(r"^python (-m pytest .*)", page, re.M)[1].split()
-    p = python(*command, cwd=copy, env={"PYTHONPATH": str(copy)})
+    (copy / "nadam.py").write_text(shown("NAdam"))
+    command = re.search(r"^python (-m pytest .*)", read("docs/fork.md"), re.M)[1].split()
+    p = python(*command, "-k", "every", cwd=copy, env={"PYTHONPATH": str(copy)})
     assert p.returncode == 0 and "1 passed" in p.stdout, p.stdout
 
 
@@ -107,31 +96,43 @@ def test_fork_random_numbers_are_those_of_one_process(tmp):
             assert of_rank == pytest.approx(alone, abs=1e-6), name
 
 
-def test_fork_adapter_begins_as_its_base_and_trains_only_scales():
-    plain = plain_gpt()
-    with torch.device("meta"):
-        model = GPT(plain.config)
-    names = tuple(name for name, _ in model.named_parameters())
-    room = dict(torch=torch, nn=nn)
-    exec(shown("def adapt"), room)
-    room["adapt"](model)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    linear = [m for m in plain.blocks.modules() if isinstance(m, nn.Linear)]
-    assert model.base_names == names and len(trained) == len(linear)
-    assert trained.isdisjoint(names) and all(name.endswith(".scale") for name in trained)
-    fsdp.allocate(model, torch.device("cpu"))
-    initialized(model, 1337)
-    x = torch.arange(8)[None]
-    y = torch.ones_like(x)
-    ours, plain_loss = model(x, y)[1], plain(x, y)[1]
-    assert ours == plain_loss
-    ours.backward()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+def test_fork_a_frozen_part_is_read_from_its_file_by_every_run(tmp, models, monkeypatch):
+    """By a new one, sharded, one that goes on, and a sampling one; checkpoints lack it."""
+    path = os.path.join(tmp, "positions.pt")  # ranks start in another directory
+    torch.save(torch.ones(16, 30).cumsum(0) / 20, path)
+    (models / "positions.py").write_text(shown("positions.pt").replace("positions.pt", path))
+    monkeypatch.chdir(tmp)
+    whole = run_training(tmp, "positions", model="positions", max_iters=4)
+    keys = dict(model="positions", strategy="full_shard", tmp=tmp, name="positions-2")
+    losses_of(on_ranks(2, {"run": (run_training, dict(keys, max_iters=2))}))
+    later = on_ranks(2, {"run": (run_training, dict(keys, init_from="resume", max_iters=4))})
+    assert losses_of(later) == pytest.approx([row["loss"] for row in whole], rel=1e-6)
+    assert not [name for name in read_ckpt("positions-2")["model"] if "wpe" in name]
+    p = script("sample.py", "--out_dir=positions-2", "--start=ids:1", "--num_samples=1",
+               "--max_new_tokens=5", "--device=cpu", "--dtype=float32")
+    assert p.returncode == 0, p.stderr
+    plain = run_training(tmp, "plain", max_iters=1)
+    assert plain[0]["loss"] != pytest.approx(whole[0]["loss"], rel=1e-4)  # the part counts
 
 
-def test_fork_an_adapter_is_refused_with_the_default_of_its_key(tmp):
-    """Where a run without it was; the key here stands for one of a fork's, which may be a bool."""
-    cfg = tiny(tmp, activation_offload=True)
-    plain = SimpleNamespace(base=None, path="out/ckpt.pt")
-    said = refused(start.with_base, plain, True, cfg, "activation_offload")
-    assert "out/ckpt.pt has activation_offload=False; pass --activation_offload=False" in said
+def test_fork_an_adapter_begins_as_its_base_and_trains_only_scales(tmp, models, monkeypatch):
+    """Sharded as alone; what it saves are the scales."""
+    (models / "scale.py").write_text(shown("Scaled"))
+    monkeypatch.chdir(tmp)
+    run_training(tmp, "base", max_iters=2)
+    on_base = run_training(tmp, "more", init_from="base", max_iters=1)
+    keys = dict(model="gpt2+scale", base=os.path.join(tmp, "base"), tmp=tmp)
+    alone = run_training(**keys, name="scale", max_iters=4)
+    assert alone[0]["loss"] == pytest.approx(on_base[0]["loss"], rel=1e-6)
+    two = dict(keys, name="scale-2", strategy="full_shard", checkpoint="sharded")
+    losses_of(on_ranks(2, {"run": (run_training, dict(two, max_iters=2))}))
+    later = on_ranks(2, {"run": (run_training, dict(two, init_from="resume", max_iters=4))})
+    assert losses_of(later) == pytest.approx([row["loss"] for row in alone], rel=1e-6)
+    saved = read_ckpt("scale")
+    assert len(saved["model"]) == 12 == len(saved["optimizer"]["state"])
+    assert all(name.endswith(".scale") for name in saved["model"])
+
+
+def losses_of(results):
+    """Those that rank 0 has logged, of the resumed run too."""
+    return [row["loss"] for row in values(results, "run")[0]]

