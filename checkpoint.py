@@ -15,10 +15,10 @@ Any strategy at any world size reads both kinds. In memory a state is flat,
 
 Full: rank 0 gathers the state into its host memory, tensor by tensor, and writes one file.
 Sharded: all ranks write and sync their rows. Then rank 0 writes header.json, with the
-checksums of all files; only now is the directory a checkpoint.
-To read either kind, every rank maps or opens the files and takes the rows that it keeps now.
-So a kill at any moment leaves the last complete checkpoint. Loading one never runs code from it.
-saves.py says when a run saves, and which ones stay.
+checksums of all files; only now is the directory a checkpoint. So a kill at any moment leaves
+the last complete one. To read either kind, every rank maps or opens the files and takes the rows
+that it keeps now. Loading never runs code from a file.
+saves.py says when a run saves, and which checkpoints stay.
 """
 
 import io
@@ -48,6 +48,47 @@ from ranks import all_reduce_mean_, first_line, from_rank0, print0
 HEADER = "header.json"  # of a sharded checkpoint, written last
 # Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# {module: classes} that .metadata may name. Not BytesStorageMetadata: PyTorch would unpickle the
+# bytes of such an entry.
+DESCRIBES_TENSORS = {
+    "torch": "Size bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",  # Python 3.13
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+        "TensorStorageMetadata _MEM_FORMAT_ENCODING"),
+}
+
+
+@dataclass
+class Source:
+    """An opened checkpoint, or a directory in Hugging Face format. Every rank opens its own."""
+    path: str
+    header: dict
+    shapes: dict  # {flat key: shape}
+    get: object = None  # function: flat key -> value, of which value[a:b] reads these rows
+    sharded: bool = False
+
+    def value(self, key, shape, config):
+        """The value for a parameter of this shape, to pass to write_full. SystemExit if the source
+        has another shape; only its table of positions may be longer than this run's context."""
+        theirs = self.shapes.get(key)
+        if theirs is None:
+            raise SystemExit(f"{self.path} is of another model: {key} is missing")
+        if theirs == shape:
+            return self.get(key)
+        lengths = (self.header["model_args"].get("block_size"), config.block_size)
+        is_table = theirs[1:] == shape[1:] and theirs[:1] + shape[:1] == lengths
+        if not is_table or theirs < shape:
+            raise SystemExit(f"{self.path} is of another model: {key} is {theirs}, not {shape}")
+        return self.get(key)[:config.block_size]
+
+    def whole(self, key):
+        """The value as a tensor on the CPU."""
+        value = self.get(key)
+        return value[:] if self.shapes[key] else value  # a scalar cannot be sliced
 
 
 # ---------- a state in memory -------------------------------------------------
@@ -152,9 +193,6 @@ def open_full(path):
     """The Source of a ckpt.pt, ours or nanoGPT's. Raises almost anything if it is
     damaged. torch.load checks no checksums. This checks the pickle's, so the header is
     right; `is_intact` checks the tensors'."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            "it is damaged, or PyTorch wrote it before 1.6: torch.load and torch.save convert it")
     with zipfile.ZipFile(path) as records:
         [pickled] = [name for name in records.namelist() if name.endswith("/data.pkl")]
         records.read(pickled)  # raises if its checksum is wrong
@@ -163,9 +201,6 @@ def open_full(path):
         ckpt = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:  # its text would suggest running the file's code
         raise ValueError("it has more in it than tensors and plain values, or is damaged")
-    missing = {"model", "model_args", "config", "iter_num", "best_val_loss"}.difference(ckpt)
-    if missing:
-        raise ValueError(f"it has no {', '.join(sorted(missing))}, as nanoGPT's and ours have")
     weights = {}
     for name, tensor in ckpt.pop("model").items():
         name = re.sub(r"^((module|_orig_mod)\.)+", "", name)  # DDP's and the compiler's
@@ -181,6 +216,7 @@ def open_full(path):
     for number, state in optimizer["state"].items():
         for key, tensor in state.items():
             flat[f"{key}.{names[number]}"] = tensor
+    ckpt["config"].setdefault("model", "gpt2")  # nanoGPT's have no such key
     ckpt["iter_num"] = int(ckpt["iter_num"])
     ckpt["best_val_loss"] = float(ckpt["best_val_loss"])  # nanoGPT's is a tensor
     shapes = {key: tuple(tensor.shape) for key, tensor in flat.items()}
@@ -286,8 +322,8 @@ def open_sharded(path):
 
 
 class Rows:
-    """A tensor of a sharded checkpoint. value[a:b] reads only rows a to b, from the files of the
-    ranks that wrote them. (dcp.load fills tensors that have their final shape and placement.)"""
+    """A tensor of a sharded checkpoint. value[a:b] reads only what those ranks have written that
+    had one of the rows a to b. (dcp.load wants a tensor of the whole's shape and placement.)"""
 
     def __init__(self, shape, dtype, chunks, read):
         self.shape = shape
@@ -313,7 +349,7 @@ class MetadataUnpickler(SafeUnpickler):
 
     def find_class(self, module, name):
         if (module, name) == ("builtins", "getattr"):
-            return lambda *args: None  # Python 3.11.2 writes an enum so: the layout, not needed
+            return lambda *args: None  # how Python 3.11.2 pickles an enum; only the layout is one
         found = super().find_class(module, name)
         return AnyProperties if found is TensorProperties else found
 
@@ -324,19 +360,6 @@ class AnyProperties(TensorProperties):
 
     def __setstate__(self, state):
         self.dtype = state[0]
-
-
-# Without BytesStorageMetadata: PyTorch would unpickle the bytes of such an entry.
-DESCRIBES_TENSORS = {
-    "torch": "Size bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
-    "torch.serialization": "_get_layout",
-    "pathlib": "PosixPath",
-    "pathlib._local": "PosixPath",  # Python 3.13
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": (
-        "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
-        "TensorStorageMetadata _MEM_FORMAT_ENCODING"),
-}
 
 
 def checksum(path):
@@ -350,34 +373,7 @@ def checksum(path):
 # ---------- which one a run starts from ---------------------------------------
 
 
-@dataclass
-class Source:
-    """An opened checkpoint, or a directory in Hugging Face format. Every rank opens its own."""
-    path: str
-    header: dict
-    shapes: dict  # {flat key: shape}
-    get: object = None  # function: flat key -> the value, whose [a:b] reads only rows a to b
-    sharded: bool = False
-
-    def value(self, key, shape, config):
-        """The value of a parameter of this shape, for write_full, which reads only the rows that it
-        takes. SystemExit if the source has another shape; only its table of positions may be
-        longer than this run's context."""
-        theirs = self.shapes.get(key, "missing")
-        if theirs == shape:
-            return self.get(key)
-        lengths = (self.header["model_args"].get("block_size"), config.block_size)
-        if theirs[1:] == shape[1:] and theirs[:1] + shape[:1] == lengths and theirs > shape:
-            return self.get(key)[:config.block_size]
-        raise SystemExit(f"{self.path} is of another model: {key} is {theirs}, not {shape}")
-
-    def whole(self, key):
-        """The value as a tensor on the CPU."""
-        value = self.get(key)
-        return value[:] if self.shapes[key] else value
-
-
-def weights_only(source):
+def for_new_run(source):
     """The source at step 0 and without optimizer state, to start another run from."""
     header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
     run_id = source.header.get("run", "?")  # nanoGPT's checkpoints have none
@@ -412,7 +408,8 @@ def list_all(out_dir):
     the same step; a line for each unreadable one). It reads their headers."""
     found = []
     problems = []
-    for name in ("", "ckpt.pt", "last.pt", *complete_steps(out_dir)):
+    milestones = [f"{name}.pt" for name in steps(out_dir, ".pt")]
+    for name in ("", "ckpt.pt", "last.pt", *milestones, *complete_steps(out_dir)):
         path = os.path.join(out_dir, name) if name else out_dir
         if not os.path.isfile(path) and not os.path.isfile(os.path.join(path, HEADER)):
             continue
@@ -456,14 +453,15 @@ def is_intact(source, world):
 
 def complete_steps(out_dir):
     """Names of the sharded checkpoints that have a header, oldest first."""
-    if not os.path.isdir(out_dir):
-        return []
-    names = filter(is_step, sorted(os.listdir(out_dir)))
+    names = steps(out_dir)
     return [name for name in names if os.path.exists(os.path.join(out_dir, name, HEADER))]
 
 
-def is_step(name):
-    return re.fullmatch(r"step-\d{9}", name)
+def steps(out_dir, suffix=""):
+    """Names of the form step-<n> that something here with this suffix has, oldest first."""
+    found = os.listdir(out_dir) if os.path.isdir(out_dir) else []
+    names = [name.removesuffix(suffix) for name in sorted(found) if name.endswith(suffix)]
+    return [name for name in names if re.fullmatch(r"step-\d{9}", name)]
 
 
 # ---------- a write that fails ------------------------------------------------

@@ -19,7 +19,7 @@ import inspect
 import math
 import os
 import re
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -192,19 +192,11 @@ def named_file(wanted_by, name, *needed):
         elif os.path.exists(os.path.join(HERE, "extras", f"{name}.py")):
             module = importlib.import_module(f"extras.{name}")
     if module is None:
-        raise SystemExit(
-            f"{wanted_by}: no such file; a NAME is NAME.py beside model.py, or in extras/")
+        raise SystemExit(f"{wanted_by}: no {name}.py beside model.py or in extras/")
     for each in needed:
         if not hasattr(module, each):
             raise SystemExit(f"{wanted_by}: {name}.py lacks {each}")
     return module
-
-
-def extra(name, wanted_by):
-    """The module extras/<name>.py, which a fork may have deleted."""
-    if not os.path.exists(os.path.join(HERE, "extras", f"{name}.py")):
-        raise SystemExit(f"{wanted_by} needs extras/{name}.py, which is not here")
-    return importlib.import_module(f"extras.{name}")
 
 
 def package(name, wanted_by):
@@ -223,14 +215,8 @@ def keys_of(model):
     """{key: its dataclass field} for a run with this model."""
     keys = {f.name: f for f in fields(Config) if f.name not in ("sizes", "given")}
     for f in fields(model_file(model).ModelConfig):
-        name = f"model={model!r}: ModelConfig.{f.name}, a {f.type!r},"
         if f.name in Config.__dataclass_fields__:
-            raise SystemExit(f"{name} needs another name: every run has a key {f.name}")
-        is_plain = f.type in PLAIN or get_origin(f.type) is Literal
-        if f.default is MISSING or not is_plain:
-            raise SystemExit(
-                f"{name} must be an int, float, bool, str or Literal, with a default "
-                "(and the file without from __future__ import annotations)")
+            raise SystemExit(f"model={model!r}: every run has a key {f.name}; rename ModelConfig's")
         keys[f.name] = f
     return keys
 
@@ -298,19 +284,24 @@ def run_file(path, before):
 
 def with_sizes(cfg, model, sizes, where, whole_context=True):
     """cfg with the model and sizes of a checkpoint, but this run's dropout. SystemExit if a file
-    or a flag set another value; a shorter block_size is allowed.
+    or a flag set another value; a shorter block_size is allowed, and another value of a noted key.
     where: the checkpoint's path. whole_context=False: take cfg's block_size if it is shorter,
     even if it is only the default."""
     if "model" in cfg.given and cfg.model != model:
+        if cfg.model.startswith(f"{model}+"):
+            raise SystemExit(
+                f"{where} has model={model}: for {cfg.model} pass it by that model's own key, as "
+                "--help says, with --init_from=scratch")
         refuse("model", cfg.model, model, where)
     for key in cfg.given:
         require_key(key, model, where)
     keys = keys_of(model)
     values = {key: value for key, value in as_dict(cfg).items() if key in keys}
     for key, value in {"model": model, **sizes}.items():
-        if key == "dropout":
-            continue
         value = coerce(key, value, model, f"{where}: model_args")
+        is_own = key in cfg.given and "noted" in keys[key].metadata
+        if key == "dropout" or is_own:
+            continue
         ours = values.get(key, value)  # this run's model may have no such key
         is_shorter = key == "block_size" and ours < value
         if is_shorter and (key in cfg.given or not whole_context):

@@ -133,7 +133,7 @@ def describe(cfg, model, batches, source, world):
             yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
-    start = source or getattr(cfg.sizes, "base_source", None)  # a model file may have opened one
+    start = source or getattr(cfg.sizes, "opened", None)  # a model file may have opened one
     if start:
         step = start.header["iter_num"]
         yield f"starting from {start.path} at step {step}"

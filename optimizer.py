@@ -123,8 +123,9 @@ def allocate_state(optimizer):
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for p in group["params"]:
-            grads[p] = p.grad
-            p.grad = torch.zeros_like(p)
+            if p.requires_grad:
+                grads[p] = p.grad
+                p.grad = torch.zeros_like(p)
     optimizer.step()
     for p, grad in grads.items():
         p.grad = grad  # under DDP it is a view of a bucket, which must stay

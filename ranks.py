@@ -270,8 +270,6 @@ def report(e):
         line = str(e.code)
     elif isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
         line = f"out of memory: {first_line(e)}; lower batch_size or the model's sizes"
-    elif "Too many open files" in str(e):
-        line = f"{first_line(e)}: raise `ulimit -Hn`, or use no reshard_group_size"
     speaks = int(os.environ.get("LOCAL_RANK", 0)) == 0  # others usually have the same line
     if line is None:
         traceback.print_exc()

@@ -24,7 +24,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
 from fsdp import autocast
 from ranks import World, pick_device, run
-from start import complete, open_source
+from start import open_start, with_own_files
 from train import meta_model, parallelize, set_values
 
 
@@ -147,15 +147,15 @@ def main(argv):
     flags = [f"--{key}={getattr(args, key)}" for key in keys]
     cfg = load_config(["--compile=False", *flags])
     world = World(device=pick_device(cfg.device))
-    source = open_source(cfg, world)
+    source, _ = open_start(cfg, world)
     if source is None:
         raise SystemExit(
             f"init_from={args.init_from}: no model to sample from in out_dir={args.out_dir}; "
             "pass a run's --out_dir, or --init_from=gpt2")
     theirs = source.header["config"]
     sizes = source.header["model_args"]
-    cfg = with_sizes(resolve(cfg, world), theirs.get("model", "gpt2"), sizes, source.path)
-    cfg = complete(cfg, source, world)
+    cfg = with_sizes(resolve(cfg, world), theirs["model"], sizes, source.path)
+    cfg = with_own_files(cfg, True, world)
     model = meta_model(cfg)
     if not getattr(model, "causal", True):
         raise SystemExit(

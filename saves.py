@@ -31,13 +31,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from checkpoint import (
+    HEADER,
     Writer,
     cannot_write,
     complete_steps,
     find,
     flat_state,
-    is_step,
     remove_sharded,
+    steps,
     write_ckpt_pt,
 )
 from configurator import as_dict
@@ -66,6 +67,8 @@ class RunDirectory:
         is on a file next to it, because the directory may be renamed."""
         if self.lock_file or not os.path.isdir(self.path):
             return
+        if os.path.exists(os.path.join(self.path, HEADER)):
+            raise SystemExit(f"out_dir={self.path} is a checkpoint: pass it as --init_from")
         path = self.path + ".lock"
         try:
             self.lock_file = open(path, "a+")
@@ -95,8 +98,8 @@ class RunDirectory:
                 return source.header.get("run") or run_id  # nanoGPT's have none
             names = os.listdir(self.path)
             of_a_run = {"ckpt.pt", "last.pt", "metrics.jsonl"}
-            steps = [name for name in names if is_step(name.removesuffix(".pt"))]
-            if steps or of_a_run.intersection(names):
+            milestones = steps(self.path, ".pt")
+            if steps(self.path) or milestones or of_a_run.intersection(names):
                 aside = f"{self.path}.{run_id}"
                 os.rename(self.path, aside)
                 os.makedirs(self.path)
@@ -133,18 +136,19 @@ def remove_older(path, best, cfg):
     # Leave higher numbers alone: they are damaged, or the run would have resumed them.
     complete = [name for name in complete_steps(out_dir) if name <= this]
     stay = complete[-cfg.keep_checkpoints:]
-    stay += [name for name in complete if is_milestone(int(name[5:]), cfg)]
+    stay += [name for name in complete if is_milestone(int(name.removeprefix("step-")), cfg)]
     if best in complete:
         stay.append(best)
+    for name in steps(out_dir):
+        if name < this and name not in stay:
+            remove_sharded(os.path.join(out_dir, name))
+    if best in complete:
         tmp = os.path.join(out_dir, "best.tmp")
         with suppress(FileNotFoundError):
             os.remove(tmp)
         os.symlink(best, tmp)
         os.replace(tmp, os.path.join(out_dir, "best"))
         sync(out_dir)
-    for name in filter(is_step, os.listdir(out_dir)):
-        if name < this and name not in stay:
-            remove_sharded(os.path.join(out_dir, name))
 
 
 # ---------- a run's saves -----------------------------------------------------
@@ -162,15 +166,16 @@ class Saver:
         self.cfg = cfg
         self.world = world
         self.report = report
-        self.kept = source.header.get("kept") if source else None  # another format's files
+        # The Hugging Face files of the model that the run began from: an export needs them.
+        self.kept = source.header.get("kept") if source else None
         self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))
         self.best = None  # name of the best sharded checkpoint
-        self.newest = None  # step of the newest one, full or sharded
         if resumed:
             self.best = source.header.get("best")
-            self.newest = source.header["iter_num"]
+        self.best_val_loss = source.header["best_val_loss"] if source else 1e9
+        self.best_written = self.best_val_loss  # in the newest checkpoint's header
         self.background = futures.ThreadPoolExecutor(1)
-        self.saving = None  # the future of the save in the background, until it is reported
+        self.saving = None  # the save in the background: its future, header, start, blocked seconds
         self.failed = False  # True if the last save that ended has failed
         self.group = None
         if dist.is_initialized():
@@ -178,80 +183,89 @@ class Saver:
             # the slowest disk.
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
+    def improves(self, val_loss):
+        """True if this validation loss is the best so far."""
+        before = self.best_val_loss
+        self.best_val_loss = min(before, val_loss)
+        return val_loss < before
+
     # --- 1) copy the state, while training waits
 
-    def save(self, model, optimizer, scaler, step, best_val_loss, improved=False):
+    def save(self, model, optimizer, scaler, step, improved=False):
         """Save the state after this many steps. Returns once it is copied to host memory: all to
         rank 0's for a full checkpoint, each rank's rows to its own for a sharded one.
         improved: the validation loss is the best so far."""
         if self.cfg.checkpoint == "none":
             return
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        self.wait()  # for the previous save: if this state is not finite, the run ends below
+        before = time.perf_counter()
+        self.wait()  # the check below may end the process, and would cut off the previous save
         start = time.perf_counter()
         tensors = flat_state(model, optimizer)
         require_finite_state(tensors, self.world, step)
-        name = f"step-{step:09d}"
-        is_best = improved and not self.cfg.always_save_checkpoint
-        header = self.new_header(model, optimizer, tensors)
-        header["scaler"] = scaler.state_dict() or None
-        header["iter_num"] = step
-        header["best_val_loss"] = best_val_loss
-        header["best"] = name if is_best else self.best
-        # Here, not in the background: a new thread's device is GPU 0, and its collectives would
-        # mix with training's. (dcp.async_save copies twice, and blocks three times as long.)
+        header = self.new_header(model, optimizer, scaler, tensors, step, improved)
+        # Copy in this thread: a new thread's device is GPU 0, and its collectives would mix with
+        # training's. (dcp.async_save copies twice, and blocks three times as long.)
         if self.cfg.checkpoint == "full":
             copies = {key: gather_full(t) for key, t in tensors.items()}
             # With always_save_checkpoint=False only the best one is called ckpt.pt.
             name = "ckpt.pt" if improved or self.cfg.always_save_checkpoint else "last.pt"
         else:
             copies = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
+            name = f"step-{step:09d}"
             # A killed run may have left a partial one there.
             from_rank0(self.world, lambda: remove_sharded(os.path.join(self.out_dir, name)))
-        blocked = time.perf_counter() - start
-        self.saving = self.background.submit(self.write, name, header, copies, start, blocked)
+        blocked = time.perf_counter() - before
+        future = self.background.submit(self.write, name, header, copies)
+        self.saving = future, header, start, blocked
 
-    def new_header(self, model, optimizer, tensors):
+    def new_header(self, model, optimizer, scaler, tensors, step, improved):
         """A checkpoint's description of its run and its parameters."""
         names = {p: name for name, p in model.named_parameters()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        is_best = improved and not self.cfg.always_save_checkpoint
         return dict(
             model_args=asdict(self.cfg.sizes),
             config=as_dict(self.cfg),
             param_names=[names[p] for p in params],
             param_groups=optimizer.state_dict()["param_groups"],
             ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
+            scaler=scaler.state_dict() or None,
             meta=self.meta,
             torch=str(torch.__version__),
             run=self.run_id,
             kept=self.kept,
+            iter_num=step,
+            best_val_loss=self.best_val_loss,
+            best=f"step-{step:09d}" if is_best else self.best,
         )
 
     # --- 2) write the copies, in the background
 
-    def write(self, name, header, tensors, start, blocked):
-        """Write a checkpoint (all ranks). Returns rank 0's line on why it failed, or None; and
-        what to report."""
+    def write(self, name, header, tensors):
+        """Write a checkpoint (all ranks). Returns when it was done, and rank 0's line on why it
+        failed, or None."""
         path = os.path.join(self.out_dir, name)
+        step = header["iter_num"]
         line = None
         try:
             if self.cfg.checkpoint == "sharded":
                 self.write_sharded(path, header, tensors)
             elif self.world.rank == 0:
                 names = [name]
-                if is_milestone(header["iter_num"], self.cfg):
-                    names.insert(0, f"step-{header['iter_num']:09d}.pt")
+                if is_milestone(step, self.cfg):
+                    names.insert(0, f"step-{step:09d}.pt")
                 write_ckpt_pt(self.out_dir, names, tensors, header)
         except OSError as e:
             line = cannot_write(path, e)
         line = from_rank0(self.world, lambda: line, self.group)
-        return line, (header["iter_num"], time.perf_counter() - start, blocked)
+        return time.perf_counter(), line
 
     def write_sharded(self, path, header, rows):
         """All ranks write their rows, and then rank 0 removes older checkpoints."""
-        cause = None
         # From the second save on ranks only tell rank 0 that their plans are the same.
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        cause = None
         try:
             dcp.save(
                 rows, storage_writer=Writer(path, header), planner=planner,
@@ -261,7 +275,7 @@ class Saver:
         if cause:
             if self.world.rank == 0:
                 remove_sharded(path)  # the next save may need the room
-            raise cause  # unless it is an OSError, the run ends: the disk is not shared, or a bug
+            raise cause  # `write` reports an OSError; others end the run: a bug, or no shared disk
         if self.world.rank == 0:
             self.best = header["best"]
             remove_older(path, self.best, self.cfg)
@@ -270,7 +284,7 @@ class Saver:
 
     def poll(self):
         """Report the save in the background if it has ended."""
-        if self.saving and self.saving.done():
+        if self.saving and self.saving[0].done():
             self.wait()
 
     def wait(self):
@@ -278,27 +292,24 @@ class Saver:
         print why and go on: the next save tries again."""
         if not self.saving:
             return
-        saving = self.saving
+        future, header, start, blocked = self.saving
         self.saving = None
-        line, (step, seconds, blocked) = saving.result()
+        end, line = future.result()
         self.failed = line is not None
         if self.failed:
             print0(self.world, line, file=sys.stderr)
+            self.best_val_loss = self.best_written  # else a best one that is lost would bar others
             return
-        self.newest = step
-        self.report(step, seconds, blocked)
+        self.best_written = header["best_val_loss"]
+        self.report(header["iter_num"], end - start, blocked)
 
     def finish(self):
         """Wait for the run's last save. SystemExit if it failed."""
         self.wait()
-        if not self.failed:
-            return
-        remedy = "start again"
-        if self.newest is not None:
-            remedy = f"continue from step {self.newest} with --init_from=auto"
-        raise SystemExit(
-            f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
-            f"{remedy}")
+        if self.failed:
+            raise SystemExit(
+                f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
+                "continue with --init_from=auto")
 
     # --- what is not finite is not saved
 
@@ -312,9 +323,7 @@ class Saver:
         line = f"{what} is {loss} at step {step}: lower learning_rate (now {rate})"
         if self.cfg.dtype != "float32":
             line += f", or try dtype=float32 (now {self.cfg.dtype})"
-        if self.newest is not None:
-            line += f"; the checkpoint of step {self.newest} in {self.cfg.out_dir} is untouched"
-        raise SystemExit(line)
+        raise SystemExit(f"{line}; what was saved in {self.cfg.out_dir} before is untouched")
 
 
 def require_finite_state(tensors, world, step):

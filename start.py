@@ -12,32 +12,24 @@ from dataclasses import replace
 
 import checkpoint
 import configurator
-from configurator import extra
 from data.loader import data_dir, read_meta
 from ranks import from_rank0, print0
 
 
 def open_start(cfg, world):
-    """Open the run's starting point (all ranks). Returns (source, resumed): source is None when
+    """Open what cfg.init_from names (all ranks). Returns (source, resumed): source is None when
     starting from scratch; resumed is True if the run continues, False if it only takes the
     weights."""
-    source = open_source(cfg, world)
-    resumed = source is not None and cfg.init_from in ("resume", "auto")
+    if cfg.init_from == "scratch":
+        return None, False
+    if cfg.init_from not in ("resume", "auto"):
+        return open_weights(cfg.init_from, world, "init_from"), False
+    source = checkpoint.find(cfg.out_dir, world)
     if source is None and cfg.init_from == "resume":
         raise SystemExit(
-            f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or "
-            "auto to resume only if there is one")
-    return source, resumed
-
-
-def open_source(cfg, world):
-    """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
-    there is no checkpoint."""
-    if cfg.init_from == "scratch":
-        return None
-    if cfg.init_from not in ("resume", "auto"):
-        return open_weights(cfg.init_from, world, "init_from")
-    return checkpoint.find(cfg.out_dir, world)
+            f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or pass "
+            "another --out_dir")
+    return source, source is not None
 
 
 def open_weights(name, world, wanted_by):
@@ -45,8 +37,8 @@ def open_weights(name, world, wanted_by):
     wanted_by: where the name came from, for error lines."""
     source = checkpoint.find(name, world)
     if source:
-        return checkpoint.weights_only(source)
-    huggingface = extra("huggingface", wanted_by=f"{wanted_by}={name}")
+        return checkpoint.for_new_run(source)
+    huggingface = configurator.named_file(f"{wanted_by}={name}", "huggingface")
     # Rank 0 downloads it, and then every rank opens the copy in its own node's cache.
     path = from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
     return huggingface.open_pretrained(path, wanted_by)
@@ -55,32 +47,28 @@ def open_weights(name, world, wanted_by):
 def final_config(cfg, source, resumed, world):
     """cfg with the source's model sizes, or the vocabulary size of the data. SystemExit if a file
     or a flag contradicts them. When resuming, prints other differences."""
-    if source is None:
-        return complete(cfg, source, world, is_new=True)
-    # Defaults for checkpoints that lack these keys: older ones, nanoGPT's, Hugging Face's.
-    theirs = {
-        "model": "gpt2", "optimizer": "adamw", "lr_schedule": "cosine", **source.header["config"]}
-    sizes = source.header["model_args"]
-    # A new run keeps its own block_size if that is shorter: it saves memory.
-    cfg = configurator.with_sizes(
-        cfg, theirs["model"], sizes, source.path, whole_context=resumed)
+    if source:
+        # Defaults for checkpoints that lack these keys: older ones, nanoGPT's, Hugging Face's.
+        theirs = {"optimizer": "adamw", "lr_schedule": "cosine", **source.header["config"]}
+        sizes = source.header["model_args"]
+        # A new run keeps its own block_size if that is shorter: it saves memory.
+        cfg = configurator.with_sizes(
+            cfg, theirs["model"], sizes, source.path, whole_context=resumed)
     if resumed:
         if cfg.optimizer != theirs["optimizer"]:
             configurator.refuse("optimizer", cfg.optimizer, theirs["optimizer"], source.path)
         changed = configurator.differences({**theirs, **sizes}, cfg)
         if changed:
             print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
-    return complete(cfg, source, world, is_new=not resumed)
+    cfg = with_own_files(cfg, resumed, world)
+    return cfg if source or hasattr(cfg.sizes, "opened") else with_vocabulary(cfg)
 
 
-def complete(cfg, source, world, is_new=False):
-    """cfg as its model file completes it from the files that its own keys name, if the file has
-    such a function (all ranks). Else a run from scratch takes the vocabulary size of its data.
-    is_new: True for a new run, which will rename cfg.out_dir if an earlier run is there."""
-    own = getattr(configurator.model_file(cfg.model), "complete", None)
-    if own:
-        return own(cfg, world, is_new)
-    return cfg if source else with_vocabulary(cfg)
+def with_own_files(cfg, resumed, world):
+    """Let the model file open what its own keys name, and fill in the sizes that it finds there
+    (all ranks). resumed: False for a new run, which may move what is in cfg.out_dir."""
+    open_files = getattr(configurator.model_file(cfg.model), "open_files", None)
+    return open_files(cfg, world, resumed) if open_files else cfg
 
 
 def with_vocabulary(cfg):

@@ -24,7 +24,7 @@ import checks
 import configurator
 import fsdp
 import saves
-from configurator import DTYPES, STRATEGIES, extra
+from configurator import DTYPES, STRATEGIES
 from data.loader import open_batches
 from metrics import Log, describe, ideal_seconds, require_packages
 from model import derive_seed
@@ -55,18 +55,19 @@ def build(model, cfg, world, source=None):
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
     # 3) Set the values.
-    if source is None and not checkpoint.not_saved(model):
+    if source is None and not getattr(cfg.sizes, "opened", None):
         print0(world, "drawing initial values: a minute per 3 billion numbers of a rank and core")
     set_values(model, optimizer, source, cfg.seed, world)
     checks.after_building(model, optimizer)
     if cfg.dtype == "float8":
-        extra("float8", wanted_by="dtype=float8").scale_each_step(model, optimizer)
+        configurator.named_file("dtype=float8", "float8").scale_each_step(model, optimizer)
     return wrapped, optimizer
 
 
 def set_values(model, optimizer, source, seed, world):
-    """The source's values, and of what no checkpoint has, or if there is none, the initial ones
-    (all ranks). Each rank draws only the chunks of numbers that overlap its rows."""
+    """Load the source's values (all ranks). What it cannot have gets initial values: everything
+    without a source, else the parameters in `not_saved`. Each rank draws only the chunks of
+    numbers that overlap its rows."""
     if source:
         checkpoint.load(source, model, optimizer, world)
     for name, p in model.named_parameters():
@@ -79,6 +80,8 @@ def meta_model(cfg):
     """The config's model on the meta device: names, shapes, requires_grad, and no memory."""
     with torch.device("meta"):
         model = configurator.model_file(cfg.model).Model(cfg.sizes)
+    for name in checkpoint.not_saved(model):
+        model.get_parameter(name).requires_grad_(False)
     if cfg.freeze:
         freeze(model, cfg.freeze)
     frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -124,7 +127,7 @@ def parallelize(model, cfg, world):
     model.loss_chunks = cfg.loss_chunks
     is_sharded = STRATEGIES[cfg.strategy].sharded
     if cfg.dtype == "float8":
-        extra("float8", wanted_by="dtype=float8").convert(model, cfg, world)
+        configurator.named_file("dtype=float8", "float8").convert(model, cfg, world)
     activations.checkpoint_activations(
         model.blocks,
         cfg.activation_checkpointing,
@@ -273,7 +276,6 @@ def train(cfg):
     source, resumed = open_start(cfg, world)
     cfg = final_config(cfg, source, resumed, world)
     first_step = source.header["iter_num"] if source else 0
-    best_val_loss = source.header["best_val_loss"] if source else 1e9
     model = meta_model(cfg)
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
@@ -290,7 +292,9 @@ def train(cfg):
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
     saver = saves.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
     # Drop the memory maps: a file that is replaced takes space while it is mapped.
-    source = cfg.sizes.base_source = None
+    source = None
+    if hasattr(cfg.sizes, "opened"):
+        cfg.sizes.opened = None
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -301,7 +305,7 @@ def train(cfg):
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
             if step > first_step:
-                saver.save(model, optimizer, scaler, step, best_val_loss)
+                saver.save(model, optimizer, scaler, step)
             hint = "continue with the same command and --init_from=auto"
             if cfg.checkpoint == "none":
                 hint = "nothing was saved, because checkpoint=none"
@@ -317,13 +321,12 @@ def train(cfg):
                 losses = evaluate(wrapped, batches, cfg, world)
                 saver.require_finite(losses["val"], "validation loss", step)
                 log.evaluation(step, losses)
-                improved = losses["val"] < best_val_loss
-                best_val_loss = min(best_val_loss, losses["val"])
+                improved = saver.improves(losses["val"])
 
         # Due? Save.
         if step > first_step and saves.is_due(cfg, step, evaluates, improved):
             with log.paused():
-                saver.save(model, optimizer, scaler, step, best_val_loss, improved)
+                saver.save(model, optimizer, scaler, step, improved)
 
         # Done? Leave.
         if done:

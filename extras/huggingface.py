@@ -30,7 +30,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, encoder, gpt2_bpe, name_of
 from extras.hf_tokenizer import BESIDE, local_copy
 from ranks import World, first_line, run
-from start import complete, open_source
+from start import open_start, with_own_files
 
 # ---------- their names and ours ----------------------------------------------
 
@@ -297,7 +297,7 @@ def export(source, path, dtype="float32"):
 
 
 def is_lora(source):
-    return source.header["config"].get("model", "").endswith("+lora")
+    return source.header["config"]["model"].endswith("+lora")
 
 
 def merged(source):
@@ -305,7 +305,7 @@ def merged(source):
     sizes = source.header["model_args"]
     config = source.header["config"]
     cfg = make_config({"model": config["model"], **sizes})
-    base = complete(cfg, source, World()).sizes.base_source
+    base = with_own_files(cfg, True, World()).sizes.opened
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):
@@ -370,7 +370,7 @@ def write_directory(path, files):
 def their_config(source, dtype):
     """config.json for a checkpoint. SystemExit if its model has no Hugging Face format."""
     sizes = source.header["model_args"]
-    model = source.header["config"].get("model", "gpt2")
+    model = source.header["config"]["model"]
     kind = "qwen3" if sizes.get("qk_norm") else model
     if kind not in ARCHITECTURES:
         raise SystemExit(
@@ -518,9 +518,7 @@ def main(argv):
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--adapter", action="store_true", help="write LoRA's alone, for peft")
     args = parser.parse_args(argv)
-    source = open_source(Config(init_from="resume", out_dir=args.out_dir), World())
-    if source is None:
-        raise SystemExit(f"{args.out_dir}: no checkpoint there")
+    source, _ = open_start(Config(init_from="resume", out_dir=args.out_dir), World())
     if args.adapter:
         export_adapter(source, args.directory)
         print(f"{source.path} -> {args.directory}, for PeftModel.from_pretrained")

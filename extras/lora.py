@@ -1,6 +1,6 @@
 """
 LoRA (Hu et al. 2021): the base stays as it is, and a small product is trained beside each
-linear layer of the blocks. To the rest it is a model, whose checkpoints lack the base.
+linear layer of the blocks. The core sees a model whose checkpoints lack the base.
 
     python train.py CONFIG --model=llama+lora --base=BASE --lora_rank=16 --init_from=scratch
     python train.py extras/config/finetune_smollm2.py extras/config/lora.py    # for example
@@ -20,7 +20,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,22 +32,23 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 import checkpoint
 import start
-from configurator import model_file, with_sizes
+from configurator import model_file, noted, with_sizes
 from data.files import write_files
 from model import derive_seed
-from ranks import World, print0, run
+from ranks import print0, run
+from saves import RunDirectory
 
 
 @dataclass
 class Keys:
     # --- LoRA
-    base: str = ""  # the frozen model: another run's out_dir, a hub name or a directory
+    base: str = noted("")  # the frozen model: another run's out_dir, a hub name or a directory
     base_origin: str = ""  # set by the run: which step of which run the base was
     lora_rank: int = 16
     lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
 
-    base_source = None  # once the base is open
+    opened = None  # no key: the base's Source, from open_base until the values are read
 
     def __post_init__(self):
         if hasattr(super(), "__post_init__"):
@@ -58,9 +59,12 @@ class Keys:
             self.base = os.path.abspath(self.base)  # a later run may start in another directory
 
 
+@cache
 def around(name):
     """The model file of --model=NAME+lora."""
     inner = model_file(name)
+    if hasattr(inner, "open_files"):
+        raise SystemExit(f"model={name}+lora: {name} opens files itself, which LoRA would do too")
 
     @dataclass
     class ModelConfig(Keys, inner.ModelConfig):
@@ -69,20 +73,23 @@ def around(name):
     class Model(inner.Model):
         def __init__(self, config):
             super().__init__(config)
+            not_in_base = getattr(self, "not_saved", ())
+            self.not_saved = [name for name, _ in self.named_parameters()]
+            self.of_base = set(self.not_saved).difference(not_in_base)
             adapt(self, config)
 
         def initial_value(self, name, shape, seed):
             if ".lora_" in name:
                 return initial_value(name, shape, seed)
-            if self.config.base_source is None:  # nothing has opened the base: a tool only measures
-                return super().initial_value(name, shape, seed)
-            return self.config.base_source.value(f"model.{name}", tuple(shape), self.config)
+            if name in self.of_base and self.config.opened:
+                return self.config.opened.value(f"model.{name}", tuple(shape), self.config)
+            return super().initial_value(name, shape, seed)  # a tool that measures opens no base
 
-    complete = partial(open_base, name)
-    return SimpleNamespace(ModelConfig=ModelConfig, Model=Model, complete=complete)
+    open_files = partial(open_base, name)
+    return SimpleNamespace(ModelConfig=ModelConfig, Model=Model, open_files=open_files)
 
 
-def open_base(name, cfg, world, is_new):
+def open_base(name, cfg, world, resumed):
     """cfg with the sizes of its base, which is open now (all ranks)."""
     base = cfg.sizes.base
     if not base:
@@ -90,16 +97,16 @@ def open_base(name, cfg, world, is_new):
             f"model={cfg.model}: it needs a base; pass --base=DIR, a hub name or another run's "
             "out_dir")
     own = os.path.realpath(cfg.out_dir)
-    if is_new and os.path.exists(base) and os.path.commonpath([own, os.path.realpath(base)]) == own:
+    is_inside = os.path.exists(base) and os.path.commonpath([own, os.path.realpath(base)]) == own
+    if is_inside and not resumed:
         raise SystemExit(
             f"out_dir={cfg.out_dir} has LoRA's base, {base}, which must stay there; pass another "
             "--out_dir")
     source = start.open_weights(base, world, "base")
-    theirs = source.header["config"].get("model", "gpt2")
+    theirs = source.header["config"]["model"]
     if "+" in theirs:
         raise SystemExit(
-            f"base={base} has adapters itself; merge them (python -m extras.huggingface {base} "
-            "DIR), and pass --base=DIR")
+            f"base={base} is of model={theirs}: merge it first, and pass the result as --base")
     if theirs != name:
         raise SystemExit(f"base={base} is of model={theirs}; pass --model={theirs}+lora")
     before = cfg.sizes.base_origin
@@ -110,15 +117,12 @@ def open_base(name, cfg, world, is_new):
     cfg = with_sizes(
         cfg, cfg.model, source.header["model_args"], source.path, whole_context=False)
     cfg.sizes.base_origin = before or now
-    cfg.sizes.base_source = source
+    cfg.sizes.opened = source
     return cfg
 
 
 def adapt(model, config):
-    """Freeze a model on the meta device, as the base, and put LoRA's matrices beside its linear
-    layers, in place."""
-    model.not_saved = [name for name, _ in model.named_parameters()]
-    model.requires_grad_(False)
+    """Put LoRA's matrices beside the linear layers of a model on the meta device, in place."""
     for module in targets(model, config.lora_targets).values():
         # No wrapper: it would change the names of the base's parameters.
         module.__class__ = LoRALinear
@@ -143,7 +147,7 @@ def targets(model, pattern):
     inside = set(model.blocks.modules())
     layers = {}
     for name, module in model.named_modules():
-        if module in inside and isinstance(module, nn.Linear):
+        if module in inside and type(module) is nn.Linear:  # a subclass has a forward of its own
             layers[name] = module
     try:
         hits = {name: layers[name] for name in layers if re.search(pattern, name)}
@@ -171,26 +175,30 @@ def initial_value(name, shape, seed):
 
 
 def main(argv):
-    """Let the newest checkpoint in a directory name its model NAME+lora, with the base among its
-    sizes. Older ones had the base beside them."""
+    """Let the checkpoints in a directory name their model NAME+lora, with the base among its
+    sizes. Before, the base stood beside them."""
     if len(argv) != 1 or argv[0].startswith("-"):
         print(__doc__.strip())
         return
-    source = checkpoint.find(argv[0], World())
-    header = source.header if source else {}
-    if not header.get("base"):
+    RunDirectory(argv[0]).lock()
+    found, _ = checkpoint.list_all(argv[0])
+    sources = [checkpoint.open_one(path) for path, _ in found]
+    sources = [source for source in sources if source.header.get("base")]
+    if not sources:
         raise SystemExit(f"{argv[0]}: no LoRA checkpoint of before 2026-11-28 there")
-    header["config"]["model"] = header["config"].get("model", "gpt2") + "+lora"
-    header["model_args"].update(
-        base=header.pop("base"), base_origin=header.pop("base_origin", None) or "")
-    path = Path(source.path)
-    if source.sharded:
-        write_files(path, {checkpoint.HEADER: [checkpoint.sealed(header).encode()]})
-    else:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        ckpt = {**header, "model": ckpt["model"], "optimizer": ckpt["optimizer"]}
-        write_files(path.parent, {path.name: partial(torch.save, ckpt)})
-    print(f"{path} is up to date")
+    for source in sources:
+        header = source.header
+        header["config"]["model"] += "+lora"
+        header["model_args"].update(
+            base=header.pop("base"), base_origin=header.pop("base_origin", None) or "")
+        path = Path(source.path)
+        if source.sharded:
+            write_files(path, {checkpoint.HEADER: [checkpoint.sealed(header).encode()]})
+        else:
+            ckpt = torch.load(path, map_location="cpu", weights_only=True)
+            ckpt = {**header, "model": ckpt["model"], "optimizer": ckpt["optimizer"]}
+            write_files(path.parent, {path.name: partial(torch.save, ckpt)})
+        print(f"{path} is up to date")
 
 
 if __name__ == "__main__":

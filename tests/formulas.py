@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 
 import fsdp
-from configurator import STRATEGIES, extra
+from configurator import STRATEGIES, named_file
 
 WIDTHS = dict(float32=4, bfloat16=2, float16=2, float8=2)  # bytes; float8's products are apart
 
@@ -86,7 +86,7 @@ def traffic(model, cfg, world):
     matrices = muon_matrices(model, cfg)
     if matrices:
         width = 2 if cfg.dtype in ("bfloat16", "float8") else 4
-        shares = extra("muon", "optimizer=muon").divide(matrices, world.size)  # by owner
+        shares = named_file("optimizer=muon", "muon").divide(matrices, world.size)  # by owner
         size = [sum(padded(p, g) for p in share) * width for share in shares]
         first = world.rank // g * g
         if STRATEGIES[cfg.strategy].sharded:

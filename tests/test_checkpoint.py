@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import zlib
 from concurrent import futures
 from dataclasses import replace
@@ -79,7 +80,8 @@ def locked(out):
 
 
 def save(saver, run, step, improved=False):
-    saver.save(run.model, run.optimizer, NO_SCALER, step, 2.5, improved)
+    saver.best_val_loss = 2.5
+    saver.save(run.model, run.optimizer, NO_SCALER, step, improved)
 
 
 def found(out):
@@ -524,7 +526,7 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded, tmp
     for step in (1, 2, 3):
         before = checkpoint.complete_steps(out)
         save(saver, run, step)
-        assert checkpoint.complete_steps(out) == before and not saver.saving.done()
+        assert checkpoint.complete_steps(out) == before and not saver.saving[0].done()
         saver.written.put(None)
         saver.finish()
         assert checkpoint.complete_steps(out) == [*before, f"step-{step:09d}"][-2:]
@@ -549,6 +551,57 @@ def test_checkpoint_keeps_as_many_as_it_is_told(sharded, keep, every, kept):
     for step in (9, 1, 2, 3):
         complete(saver, run, step)
     assert checkpoint.complete_steps(out) == [f"step-{step:09d}" for step in kept]
+
+
+def test_checkpoint_best_one_whose_save_failed_bars_no_other(sharded):
+    """The next one that is better than what is on the disk becomes the best."""
+    saver, run, out = sharded
+    saver.cfg = replace(run.cfg, always_save_checkpoint=False)
+    for step, val_loss, error in ((1, 3.0, None), (2, 2.0, DISK_FULL), (3, 2.5, None)):
+        saver.written.put(error)
+        improved = saver.improves(val_loss)
+        assert improved
+        saver.save(run.model, run.optimizer, NO_SCALER, step, improved)
+        saver.wait()
+    assert os.readlink(out / "best") == "step-000000003"
+    assert checkpoint.read_header(out / "step-000000003")["best_val_loss"] == 2.5
+    assert not saver.improves(2.6)
+
+
+def test_checkpoint_milestone_is_taken_where_all_else_is_damaged(sound, tmp, tmp_path):
+    run_training(tmp, str(tmp_path / "out"), max_iters=4, keep_every=2)
+    with open(tmp_path / "out" / "ckpt.pt", "r+b") as f:
+        f.truncate(1000)
+    os.remove(tmp_path / "out" / "step-000000004.pt")
+    assert found(tmp_path / "out").path.endswith("step-000000002.pt")
+
+
+def test_run_in_a_checkpoints_own_directory_is_refused(sound, tmp):
+    """Its run could remove it, with all that is in it."""
+    out = os.path.join(sound, "step-000000004")
+    before = os.listdir(sound)
+    line = refused(train.train, load_config(arguments(tmp, out, init_from="resume")))
+    assert f"{out} is a checkpoint" in line and "--init_from" in line
+    assert os.listdir(sound) == before
+
+
+def test_checkpoint_seconds_that_block_include_the_wait_for_the_one_before(sharded):
+    saver, run, out = sharded
+    reports, wait = [], saver.wait
+    saver.report = lambda *report: reports.append(report)
+
+    def waiting():
+        if saver.saving:
+            saver.written.put(None)
+            futures.wait([saver.saving[0]])
+            time.sleep(0.2)  # as if it had taken so long
+        wait()
+
+    save(saver, run, 1)
+    saver.wait = waiting
+    save(saver, run, 2)
+    saver.finish()
+    assert reports[0][2] < 0.2 <= reports[1][2]
 
 
 def test_checkpoint_best_sharded_one_keeps_its_name(sharded):
@@ -636,7 +689,7 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(
         saver.poll()  # it still writes
         assert capsys.readouterr().err == ""
         saver.written.put(error)
-        futures.wait([saver.saving], 60)
+        futures.wait([saver.saving[0]], 60)
         saver.poll()
         line = capsys.readouterr().err
         assert line.startswith(f"cannot write {out}/step-{step:09d}: disk full; ")
@@ -644,7 +697,7 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(
     saver.poll()
     assert capsys.readouterr().err == ""
     line = refused(saver.finish)
-    assert "the last save" in line and "continue" not in line  # there is nothing to continue from
+    assert "the last save" in line and "continue with --init_from=auto" in line
     monkeypatch.setattr(checkpoint, "checksum", lambda path: 0)
     complete(saver, run, 3)
     save(saver, run, 4)
@@ -653,7 +706,7 @@ def test_checkpoint_save_that_fails_is_said_in_the_next_step_and_tried_again(
     assert "step-000000004: disk full" in capsys.readouterr().err
     save(saver, run, 6)
     saver.written.put(DISK_FULL)
-    assert "continue from step 5 with --init_from=auto" in refused(saver.finish)
+    assert "continue with --init_from=auto" in refused(saver.finish)
     assert checkpoint.complete_steps(out) == ["step-000000003", "step-000000005"]
 
 
@@ -695,16 +748,15 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 
 
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
-    source = SimpleNamespace(header={"iter_num": 7})
+    source = SimpleNamespace(header={"iter_num": 7, "best_val_loss": 2.0})
     run = SimpleNamespace(cfg=tiny(tmp), world=World())
     saver = saver_of(run, str(tmp_path), None, source)  # weights of another run
     line = refused(saver.require_finite, math.nan, "validation loss", 0)
-    # it has no checkpoint that could be untouched, and the remedy is not what it does already
-    assert "learning_rate" in line and "checkpoint" not in line and "float32" not in line
+    assert "learning_rate" in line and "float32" not in line  # which it does already
     run.cfg = tiny(tmp, dtype="bfloat16")
     saver = saver_of(run, str(tmp_path), None, source, resumed=True)
     line = refused(saver.require_finite, math.nan, "validation loss", 7)
-    assert "step 7 in " in line and "dtype=float32 (now bfloat16)" in line
+    assert "dtype=float32 (now bfloat16)" in line
 
 
 def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(sharded):
@@ -720,10 +772,9 @@ def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(s
 
     saver.wait = waiting
     saver.require_finite(1.0, "loss", 0)
-    assert "untouched" not in refused(saver.require_finite, math.inf, "loss", 0)
     save(saver, run, 1)
     line = refused(saver.require_finite, math.inf, "loss", 2)
-    assert "inf" in line and "step 1 in" in line
+    assert "inf" in line and f"what was saved in {saver.cfg.out_dir} before is untouched" in line
     save(saver, run, 1)
     line = refused(saver.require_finite, math.nan, "loss", 2)
     assert "learning_rate" in line and saver.saving is None

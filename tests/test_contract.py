@@ -20,7 +20,8 @@ import re
 import textwrap
 import traceback
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
+from typing import Literal, get_origin
 
 import numpy as np
 import pytest
@@ -115,9 +116,14 @@ def test_contract_of_the_file(tmp, model):
     WRONG.add(model)
     try:
         with asked(f"{model} does not run"):
-            keys = {f.name for f in fields(model_file(model).ModelConfig)}
+            keys = {f.name: f for f in fields(model_file(model).ModelConfig)}
             for key in ("block_size", "vocab_size", "n_layer"):
                 ask(key in keys, f"add {key} to ModelConfig, as other files read it")
+            for key, f in keys.items():
+                is_plain = f.type in configurator.PLAIN or get_origin(f.type) is Literal
+                ask(is_plain and f.default is not MISSING, f"ModelConfig.{key}, a {f.type!r}, must "
+                    "be an int, float, bool, str or Literal, with a default (and the file without "
+                    "from __future__ import annotations)")
             cfg = small(tmp, model)
             for check in CHECKS:
                 check(cfg)

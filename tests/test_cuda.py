@@ -358,7 +358,7 @@ def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(filesystem, "_OverlappingCpuLoader") as on_gpu,
           patch.object(filesystem, "_SerialCpuLoader", wraps=Serial) as serial):
-        saver.save(run.model, run.optimizer, LossScaler(run.cfg), 1, 1.0)
+        saver.save(run.model, run.optimizer, LossScaler(run.cfg), 1)
         saver.finish()
     assert (on_gpu.call_count, serial.call_count) == (0, 1)
     assert "step-000000001" in os.listdir(run.cfg.out_dir)

@@ -76,7 +76,7 @@ train.py TOY
   --freeze=nothing; --freeze=. | names look like transformer.
   --freeze=( | regular expression
   --dtype=bfloat16 --frozen_dtype=bfloat16 | use --freeze
-  --optimizer=sdg | NAME.py
+  --optimizer=sdg | no sdg.py
   --device=cuda:99 | --device=cpu
   --init_from=resume | use scratch
   --out_dir=/proc/x; --out_dir=ODD/a.txt/out | pass another

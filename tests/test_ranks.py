@@ -400,12 +400,9 @@ def opens_files(tmp, hard):
 
 
 def test_ranks_may_open_as_many_files_as_the_system_lets_them(tmp):
-    """The groups of reshard_group_size pass the soft limit; beyond the hard one it is a line."""
+    """The groups of reshard_group_size pass the soft limit."""
     p = Ranks(4, opens_files, tmp, 2048).finish()
     assert (p.returncode, p.stderr) == (0, "")
-    p = Ranks(4, opens_files, tmp, 64).finish()
-    assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
-    assert "Too many open files" in p.stderr and "ulimit -Hn" in p.stderr
 
 
 INTERRUPTS = """

@@ -44,6 +44,10 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     # the parts
     "sizes": ("add block_size to ModelConfig", LAST,
               "@dataclass\nclass ModelConfig:\n    vocab_size: int = 9\n\n\nModel = MoE"),
+    "annotations": ("and the file without from __future__", "import math\n",
+                    "from __future__ import annotations\nimport math\n"),
+    "union": (r"ModelConfig\.n_active, a int \| None, must be an int", "n_active: int = 2",
+              "n_active: int | None = 2"),
     "buffer": (r"buffer transformer\.h\.0\.angles .* compute it in forward", EXPERTS,
                f"{EXPERTS}\n        self.register_buffer('angles', torch.empty(2))"),
     "blocks": (r"take .*h\.0 out of", "[Block(config) for", "[nn.Identity() for"),

@@ -166,7 +166,7 @@ def test_house_a_key_without_its_file_is_one_line(tmp, tmp_path, left, flag, fil
     assert p.returncode == 1 and p.stderr.count("\n") == 1, p.stderr
     key, _, value = flag[2:].partition("=")
     assert key in p.stderr and value in p.stderr, p.stderr
-    assert f"extras/{file}.py" in p.stderr or key in ("model", "optimizer"), p.stderr
+    assert f"no {file}.py beside model.py or in extras/" in p.stderr, p.stderr
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_huggingface_gpt2_starts_on_ranks_with_its_weights(tmp_path):
 
 def source_of(model, **header):
     flat = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    header = dict(model_args=asdict(model.config), config={}) | header
+    header = dict(model_args=asdict(model.config), config={"model": "gpt2"}) | header
     return Source("memory", header, {key: tuple(t.shape) for key, t in flat.items()}, flat.get)
 
 
@@ -158,7 +158,7 @@ def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, name, 
     model = plain_gpt(vocab_size=vocab_size, n_embd=4, n_head=1)
     meta = dict(vocab_size=vocab_size, tokenizer=name)
     kept = {file: json.dumps({"eos_token_id": 7}) for file in ("config.json", KEPT[1])}
-    source = source_of(model, config={"dataset": "gone"}, meta=meta, kept=kept)
+    source = source_of(model, config={"dataset": "gone", "model": "gpt2"}, meta=meta, kept=kept)
     export(source, str(tmp_path))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [*TEXTS, *map(read_source, ("train.py", "extras/tests/test_chat.py"))]
@@ -188,7 +188,8 @@ def read_source(path):
     (dict(chars=list("ab")), "characters"), (dict(tokenizer="tokenizer.json"), "gone"),
     ({}, "not known")])
 def test_huggingface_says_that_it_has_no_tokenizer(tmp_path, capsys, meta, said):
-    export(source_of(plain_gpt(), config={"dataset": "gone"}, meta=meta), str(tmp_path))
+    config = {"dataset": "gone", "model": "gpt2"}
+    export(source_of(plain_gpt(), config=config, meta=meta), str(tmp_path))
     line = capsys.readouterr().out
     assert "without a tokenizer" in line and said in line and line.count("\n") == 1
     assert not (tmp_path / "tokenizer.json").exists() and (tmp_path / "model.safetensors").exists()

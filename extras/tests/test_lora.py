@@ -301,8 +301,8 @@ def test_lora_merged_weights_keep_what_bf16_would_round_away(monkeypatch):
         "base", dict(config={}), shapes, lambda key: torch.ones(2, 3, dtype=torch.bfloat16))
     adapters = {"model.x.lora_A": torch.ones(1, 3), "model.x.lora_B": torch.full((2, 1), 0.001)}
     header = dict(model_args=dict(lora_alpha=2.0, lora_rank=1), config={"model": "gpt2+lora"})
-    cfg = SimpleNamespace(sizes=SimpleNamespace(base_source=base))
-    monkeypatch.setattr(huggingface, "complete", lambda *args: cfg)
+    cfg = SimpleNamespace(sizes=SimpleNamespace(opened=base))
+    monkeypatch.setattr(huggingface, "with_own_files", lambda *args: cfg)
     sizes = {key: tuple(t.shape) for key, t in adapters.items()}
     source = checkpoint.Source("adapters", header, sizes, adapters.__getitem__)
     merged = huggingface.merged(source)
@@ -320,7 +320,7 @@ def test_lora_a_base_that_lacks_a_tensor_is_refused(tmp, tmp_path, single, out):
     cfg = load_config(arguments(tmp, os.path.join(tmp, out or "lora-new"), **keys))
     cfg, source, _ = started(resolve(cfg, World()), World())
     torch.save(ckpt, tmp_path / "ckpt.pt")
-    cfg.sizes.base_source = checkpoint.open_full(str(tmp_path / "ckpt.pt"))
+    cfg.sizes.opened = checkpoint.open_full(str(tmp_path / "ckpt.pt"))
     line = refused(train.build, train.meta_model(cfg), cfg, World(), source)
     assert "transformer.h.1.ln_1.weight is missing" in line
 
@@ -351,12 +351,34 @@ def test_lora_mistakes_are_one_line(tmp, base):
     assert "not a regular expression" in said("--lora_targets=(", base=base)
     assert "--frozen_dtype=float32" in said("--frozen_dtype=bfloat16", base=base)
     line = said(out_dir=base, init_from="resume")  # a run without adapters
-    assert "pass --model=gpt2, or another" in line and "model=gpt2+lora in this run" in line
+    assert "has model=gpt2: for gpt2+lora pass it by that model's own key" in line
     assert "lora_rank=0 must be" in said("--lora_rank=0", base=base)
     assert "pass --model=gpt2+lora" in said(base=base, model="llama+lora")
     for out_dir in (base, os.path.dirname(base)):  # a run moves what it finds there
         line = said(out_dir=out_dir, base=os.path.join(base, "ckpt.pt"))
         assert "must stay" in line and "--out_dir" in line
+
+
+def test_lora_leaves_linear_layers_with_a_forward_of_their_own_alone(tmp):
+    class Loud(torch.nn.Linear):
+        def forward(self, x):
+            return 100 * super().forward(x)
+
+    gpt = plain_gpt()
+    gpt.blocks[0].mlp.c_fc.__class__ = Loud
+    found = lora.targets(gpt, "")
+    assert len(found) == 11 and gpt.blocks[0].mlp.c_fc not in found.values()
+
+
+def test_lora_base_that_has_moved_is_named_anew(tmp, base, tmp_path):
+    """By a run that goes on, which says so."""
+    out, moved = str(tmp_path / "out"), str(tmp_path / "moved")
+    first = run_training(tmp, out, base=base, max_iters=1, **KEYS)
+    shutil.copytree(base, moved)
+    argv = arguments(tmp, out, init_from="resume", **NAME, base=moved)
+    cfg, source, _ = started(resolve(load_config(argv), World()), World())
+    assert cfg.sizes.base == moved and cfg.sizes.opened.path.startswith(moved)
+    assert first
 
 
 def test_lora_in_float8_is_refused(tmp):
@@ -386,7 +408,7 @@ def test_lora_is_asked_for_by_its_model(tmp_path):
     cfg = load_config([str(path), "--model=llama+lora", "--lora_alpha=2"])
     assert (cfg.model, cfg.sizes.lora_alpha, cfg.sizes.n_kv_head) == ("llama+lora", 2.0, 9)
     assert "lora_rank" in refused(load_config, ["--model=gpt2+lora", "--loro_rank=8"])
-    assert "no such file" in refused(load_config, ["--model=gpt2+loro"])
+    assert "no loro.py" in refused(load_config, ["--model=gpt2+loro"])
 
 
 def peft_run(tmp_path, kind):
@@ -486,7 +508,7 @@ def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
         p = script("extras/huggingface.py", out, tmp_path / name, *flags)
         assert p.returncode == 0, p.stderr
     gpt = huggingface.open_pretrained(str(tmp_path / "merged"))
-    source = start.open_source(load_config([f"--init_from={out}"]), World())
+    source, _ = start.open_start(load_config([f"--init_from={out}"]), World())
     whole = huggingface.merged(source)
     assert gpt.shapes.keys() == whole.shapes.keys() - {"model.lm_head.weight"}
     for key in gpt.shapes:
