@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp
 import train
+from configurator import named_file
 from extras.plan.program import (
     Event,
     Operation,
@@ -117,7 +118,7 @@ def step(wrapped, model, cfg, world, ledger):
         else:
             ledger.label("optimizer", state)
     if cfg.dtype == "float8":
-        train.extra("float8", "dtype=float8").scale_each_step(model, optimizer)
+        named_file("dtype=float8", "float8").scale_each_step(model, optimizer)
 
     def label_gradients(*args):
         for p in model.parameters():
