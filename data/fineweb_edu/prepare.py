@@ -15,34 +15,10 @@ Qwen3's don't, and they add 0.16 and 0.21 billion parameters to the embedding of
 """
 
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import main  # noqa: E402
 
-SAMPLE = "sample-10BT"
-# {name: GPT-2 tokens}, according to https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu
-TOKENS = {"sample-10BT": 10e9, "sample-100BT": 100e9, "sample-350BT": 350e9}
-A_DOCUMENT = 1029  # tokens on average: sample-10BT has 9,672,101 documents, 9.95e9 tokens
-
-
-def announce(argv):
-    """Print how many tokens to expect, and how much disk."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = lambda message: None  # main reports the error
-    parser.add_argument("--subset", default=SAMPLE)
-    parser.add_argument("--limit", type=int, default=sys.maxsize)
-    args, _ = parser.parse_known_args(argv)
-    if args.subset in TOKENS:
-        tokens = min(TOKENS[args.subset], args.limit * A_DOCUMENT)
-        print(
-            f"{args.subset}: about {tokens / 1e9:,.3g} billion GPT-2 tokens, "
-            f"{2 * tokens / 1e9:,.3g} GB of disk; twice that with a tokenizer with a vocabulary "
-            "above 65,535")
-
-
 if __name__ == "__main__":
-    if not {"-h", "--help"}.intersection(sys.argv):
-        announce(sys.argv[1:])
-    main("fineweb_edu", "HuggingFaceFW/fineweb-edu", doc=__doc__, subset=SAMPLE)
+    main("fineweb_edu", "HuggingFaceFW/fineweb-edu", doc=__doc__, subset="sample-10BT")
