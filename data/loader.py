@@ -9,7 +9,8 @@ nothing to restore.
 A split is cut into windows of block_size tokens. Each epoch visits every window once, in
 an order that is computed window by window, without a shuffled index in memory, and each cuts
 the text at other places: a model that saw the same windows again would learn them by heart.
-(nanoGPT draws random offsets instead.)
+(torch.randperm would take 8 bytes a window on every rank; nanoGPT's random offsets read some text
+twice and some never. Here a sample's number gives its window, at any world size, without state.)
 
 A split is a file or shards; files.py describes them, and the masks. Masked-out targets are -1,
 which models ignore. A window with no other targets is read anyway, with weight 0: skipping it
@@ -30,7 +31,7 @@ from data.files import extra, open_masks, open_split, require_uint16
 from data.tokenizer import TOKENIZERS
 
 HERE = Path(__file__).absolute().parent
-GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly, however many
+GOLDEN = (5**0.5 - 1) / 2  # epoch e begins e * GOLDEN % 1 of a window later: evenly spread
 
 
 def open_batches(cfg, world):
