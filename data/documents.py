@@ -57,12 +57,10 @@ def value(row, column, where):
     if isinstance(found, TEXT):
         return "" if found is None else encodable(str(found))
     # (A later JSON row that lacks the column has null there.)
-    problem = "no text in" if column in row else "the first row has no"
-    others = [name for name, one in row.items() if isinstance(one, TEXT)]
-    remedy = f"pass --column or --template for one of {', '.join(others)}"
-    if not others:
-        remedy = 'write each text as a line {"text": "..."} of a .jsonl file'
-    raise SystemExit(f"{where}: {problem} column {column}; {remedy}")
+    others = ", ".join(name for name, one in row.items() if isinstance(one, TEXT))
+    raise SystemExit(
+        f"{where}: no text in column {column}; pass --column or --template for one that has some, "
+        f"here {others or 'none'}")
 
 
 def encodable(text):
@@ -78,11 +76,10 @@ def rows(source, split, args):
     """Yield (where, {column: value}) for each row of one file or hub data set."""
     extension = os.path.splitext(source.lower().removesuffix(".gz"))[1]
     is_local = os.path.isfile(source)
-    if os.path.exists(source) and not is_local:
-        raise SystemExit(f"{source}: not a file; name the files in it, as {source}/*.txt")
-    # A source that doesn't exist here, and isn't named like a file, is a hub data set.
-    if not is_local and (extension in READABLE or not re.fullmatch(HUB_NAME, source)):
-        raise SystemExit(f"{source}: no such file")
+    # What is not here, and not named like a file, is a hub data set.
+    is_hub_name = re.fullmatch(HUB_NAME, source) and extension not in READABLE
+    if not is_local and (os.path.exists(source) or not is_hub_name):
+        raise SystemExit(f"{source}: no such file; if it is a directory, name its files: DIR/*.txt")
     try:
         if not is_local:
             yield from rows_of_datasets(source, source, name=args.subset, split=split)
@@ -180,8 +177,7 @@ def parsed(text, source, first):
     except json.JSONDecodeError as e:
         line = first + e.lineno - 1
         raise SystemExit(
-            f"{source}: line {line}, column {e.colno}: {e.msg}; mend the line, or take it out; if "
-            "its object goes on below, write each on one line: jq -c . FILE > NEW")
+            f"{source}: line {line}, column {e.colno}: {e.msg}; mend the line, or take it out")
 
 
 # ---------- CSV and TSV -------------------------------------------------------
@@ -210,15 +206,9 @@ def rows_of_csv(source, delimiter):
         # In many .tsv files quotes are text. There the row could run on to the next quote.
         if delimiter == "\t" and "\t" in "".join(fields):
             raise SystemExit(
-                f"{where}: a tab inside a field, in the row that begins there; if quotes are text "
-                "here, put quotes around the field and write its own twice, or make it .jsonl")
+                f"{where}: a tab inside a field, in the row that begins there; make it .jsonl")
         if columns is None:
             columns = fields
-            mark = re.search(r"[;|\t]", fields[0])
-            if mark and len(fields) == 1:
-                raise SystemExit(
-                    f"{where}: {mark[0]!r} separates its columns; save it with {delimiter!r}, or "
-                    "as .jsonl (with tabs: name it .tsv)")
             names = [name for name in columns if name]  # an unnamed one can't be asked for
             if len(set(names)) < len(names):
                 raise SystemExit(f"{where}: two columns have the same name; rename one of them")
@@ -226,8 +216,8 @@ def rows_of_csv(source, delimiter):
         # A delimiter at the end of each row is common; more text than columns is a mistake.
         if any(fields[len(columns):]):
             raise SystemExit(
-                f"{where}: {len(fields)} fields, and there are {len(columns)} columns; put quotes "
-                f"around a text that has a {delimiter!r}")
+                f"{where}: {len(fields)} fields for {len(columns)} columns, {str(columns)[:60]}; "
+                f"put quotes around a text that has a {delimiter!r}")
         yield where, {**dict.fromkeys(columns), **dict(zip(columns, fields))}
 
 
