@@ -87,9 +87,7 @@ def sync(path):
 def header(dtype, count):
     """llm.c's header for `count` tokens, as bytes. SystemExit if it can't count that far."""
     if count >= 2**31:
-        raise SystemExit(
-            f"a shard of {count:,} tokens, but its header counts to 2**31; cut the longest "
-            "document into several")
+        raise SystemExit(f"a shard of {count:,} tokens, beyond 2**31; cut the longest document")
     numbers = np.zeros(256, np.int32)
     numbers[:3] = *FORMATS[dtype], count
     return numbers.tobytes()
@@ -115,9 +113,7 @@ def open_split(directory, split):
     not one complete data set."""
     record = read_record(directory)
     if not record.get("finished", True):
-        raise SystemExit(
-            f"{directory}: prepare.py has not finished here; start it again with the same "
-            "arguments, and it goes on")
+        raise SystemExit(f"{directory}: prepare.py has not finished here; start it again")
     paths = {}  # {name of a data set: paths}
     for file in sorted(glob.glob("*.bin", root_dir=directory)):
         match = file_pattern(split).fullmatch(file)

@@ -234,8 +234,7 @@ class TokenFiles:
             if largest >= self.vocab_size:
                 raise SystemExit(
                     f"{self.files[file].filename}: token {largest} is beyond vocab_size="
-                    f"{self.vocab_size}; use this model's tokenizer, fix meta.json, or add rows to "
-                    "the model for tokens that were added (transformers: resize_token_embeddings)")
+                    f"{self.vocab_size}; use this model's tokenizer, or fix meta.json")
             x[row] = tokens[:-1]
             y[row] = tokens[1:]
             if self.masks:
@@ -283,9 +282,7 @@ def checked_meta(path, load):
         if type(vocab_size) is not int or vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size!r}")
         if "chars" not in meta and meta.get("tokenizer") not in (None, *TOKENIZERS):
-            raise ValueError(
-                f"tokenizer is {meta['tokenizer']!r}, but must be one of {', '.join(TOKENIZERS)}; "
-                "a list of characters goes into the key chars")
+            raise ValueError(f"tokenizer is {meta['tokenizer']!r}, but must be one of {TOKENIZERS}")
         return meta
     except Exception as e:
         raise SystemExit(

@@ -29,7 +29,7 @@ import sys
 import threading
 import zlib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -326,8 +326,8 @@ def write_small(out, train, val, **meta):
 
 @contextmanager
 def output_directory(out):
-    """Make the directory, and remove it again if nothing was written. Inside, Ctrl-C, disk
-    errors and a killed worker become a SystemExit."""
+    """Make the directory, and remove it again if nothing was written. Inside, Ctrl-C and disk
+    errors become a SystemExit."""
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -335,10 +335,6 @@ def output_directory(out):
         yield
     except KeyboardInterrupt:
         raise SystemExit(f"{out}: stopped; start it again, and it goes on")
-    except (BrokenProcessPool, MemoryError):
-        raise SystemExit(
-            f"{out}: a worker was killed, mostly because the machine's memory ran out; start it "
-            "again with fewer --workers, or cut the longest documents")
     except OSError as e:
         reason = e.strerror or e
         raise SystemExit(
@@ -435,13 +431,10 @@ def require_sound(args):
             raise SystemExit(f"--{key}={getattr(args, key)} must be at least 1")
     if args.shard_tokens > LARGEST:
         raise SystemExit(f"--shard_tokens={args.shard_tokens} must be at most 2**30, {LARGEST}")
-    if args.val_split and args.val_fraction:
+    if args.val_split and (args.val_fraction or any(map(os.path.exists, args.source))):
         raise SystemExit(
-            f"--val_split={args.val_split} --val_fraction={args.val_fraction}: pass one of them")
-    for source in filter(os.path.exists, args.source):
-        if args.val_split:
-            raise SystemExit(
-                f"--val_split={args.val_split}: {source} has no splits; pass --val_split= for it")
+            f"--val_split={args.val_split}: it goes with hub data sets, not with files or "
+            "--val_fraction; pass --val_split= for those")
 
 
 def prepare(args, job, own, out):

@@ -70,7 +70,7 @@ train.py TOY
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again
   --dataset=ODD/list; --dataset=ODD/text; --dataset=ODD/zero | again
   --dataset=ODD/names | tokenizer
-  --dataset=ODD/beyond | add rows to the model
+  --dataset=ODD/beyond | fix meta.json
   --dataset=ODD/wide; --dataset=ODD/wider; --dataset=ODD/real; --dataset=ODD/npy | np.uint16
   --dataset=ODD/short; --block_size=100000 | lower it
   --freeze=nothing; --freeze=. | names look like transformer.
@@ -101,19 +101,19 @@ saves.py
   full ODD/nothing | no checkpoint
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/empty.txt --out=ODD/new; ODD/empty.jsonl --out=ODD/new | more text
-  ODD/empty.jsonl ODD/body.jsonl; --column=a ODD/body.jsonl | --template for one of body
-  ODD/list.jsonl; ODD/nested.json; --column=data ODD/nested.json | write each text
+  ODD/empty.jsonl ODD/body.jsonl; --column=a ODD/body.jsonl | that has some, here body
+  ODD/list.jsonl; ODD/nested.json; --column=data ODD/nested.json | here none
   ODD/bad.txt; ODD/bad.csv | convert the file
   ODD/cut.jsonl; ODD/cut.csv; ODD/twice.csv; ODD/long.csv; ODD/number.jsonl | line 2
   ODD/cut.jsonl.gz | must be whole
   ODD/none.txt; ODD/empty.txt ODD/none.txt; ODD/*.txt; ODD/none; ./none | no such file
-  ODD/folder | folder/*.txt
+  ODD/folder | name its files: DIR/*.txt
   some/dataset | it is no file here; for a hub data set check its name and the network
   ODD/a.txt --limit=0; ODD/a.txt --workers=0; ODD/a.txt --shard_tokens=0 | at least 1
   ODD/a.txt --val_fraction=0; ODD/a.txt --val_fraction=1 | above 0 and below 1
   ODD/a.txt --shard_tokens=2000000000 | at most 2**30
-  ODD/a.txt --val_split=validation | pass --val_split= for it
-  owner/name --val_split=validation --val_fraction=0.1 | pass one of them
+  ODD/a.txt --val_split=validation | pass --val_split= for those
+  owner/name --val_split=validation --val_fraction=0.1 | pass --val_split= for those
   ODD/a.txt --limit=x; ODD/a.txt --workers=1.5; ODD/a.txt --bogus; ODD/a.txt --chat | argument
   ODD/a.txt --out=ODD/a.txt; ODD/a.txt --out=/proc/x | --out
 data/shakespeare_char/prepare.py
