@@ -250,7 +250,7 @@ class Shards:
             else:
                 print(f"{self.out}/{split}.bin: {count:,} tokens")
         if self.last.empty:
-            print(f"{self.out}: rows or files with nothing to learn, left out: {self.last.empty:,}")
+            print(f"{self.out}: documents without text or answer, left out: {self.last.empty:,}")
 
     def write(self, files, is_last=False):
         """Write the waiting tokens as a shard, or as train.bin and val.bin if they are all."""

@@ -23,7 +23,12 @@ from data.documents import encodable
 from data.tokenizer import TOKENIZER
 
 ROLES = {"human": "user", "gpt": "assistant"}  # {ShareGPT's name: that of the templates}
-OTHER_ROLES = ("system", "developer", "user", "tool", "function")
+KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+# False, or 0, says that a message is not learned: OpenAI's "weight", and others' names for it.
+WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+# Of a row or a message, beside its text. The chat template does not get them.
+BESIDE = ("tools", "functions", "tool_calls", "function_call", "documents", "image", "images",
+          "video", "videos", "audio")
 
 
 @dataclass
@@ -63,8 +68,8 @@ class Chat:
 
 
 def chat_of(column, row, where):
-    """The Chat of a row; None if it has no turn of the assistant to learn. SystemExit if its
-    messages are not text. where: names the row in errors."""
+    """The Chat of a row; None if it has no turn of the assistant to learn, or an empty one.
+    SystemExit if it is more than messages of text. where: names the row in errors."""
     names = ("messages", "conversations") if column == "text" else (column,)
     if row.keys().isdisjoint(names):
         lists = [name for name, found in row.items() if isinstance(found, list)]
@@ -74,18 +79,31 @@ def chat_of(column, row, where):
         raise SystemExit(f"{where}: no column {' or '.join(names)}; {remedy}")
     # In a file of both kinds each row has both columns, and null in one.
     found = next(filter(None, map(row.get, names)), [])
+    system = row.get("system") or row.get("system_prompt")
+    if system:
+        found = [{"role": "system", "content": system}, *found]
     messages = [message(one, where) for one in found]
-    roles = {one["role"] for one in messages}
-    if "assistant" not in roles and roles.difference(OTHER_ROLES):
+    unknown = {one["role"] for one in messages} - KNOWN_ROLES
+    if unknown:
         raise SystemExit(
-            f"{where}: no turn of an assistant, the roles are {', '.join(sorted(roles))}; call the "
-            "one to learn assistant (or gpt)")
-    # A first turn of the assistant has no prompt, so nothing teaches the model to say it.
-    return Chat(messages) if any(map(is_learned, messages[1:])) else None
+            f"{where}: unknown roles: {', '.join(sorted(unknown))}; rename them to user, assistant "
+            "(the one to learn), system or tool, or leave the row out")
+    for key in beside(row):
+        raise SystemExit(
+            f"{where}: the chat template does not get {key}; leave out rows that have it")
+    # A first turn of the assistant has no prompt, so nothing teaches the model to say it. An empty
+    # turn would teach it to end at once.
+    said = [one["content"].strip() for one in messages[1:] if is_learned(one)]
+    return Chat(messages) if said and all(said) else None
 
 
 def is_learned(message):
     return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def beside(one):
+    """The keys of BESIDE that a row or message has; null and empty ones are of others."""
+    return [key for key in BESIDE if str(one.get(key)) not in ("None", "null", "", "[]", "{}")]
 
 
 def message(one, where):
@@ -95,12 +113,12 @@ def message(one, where):
         role = one.get("role") or one["from"]
         content = one.get("content")
         if content is None:
-            content = one.get("value")
+            content = one["value"]
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
         # A number is a string too, as the file writes it, but of another type.
-        texts = type(role) is str and type(content) in (str, type(None))
-        if not texts or one.get("tool_calls"):
+        texts = type(role) is str and type(content) is str
+        if not texts or beside(one):
             raise TypeError
     except (AttributeError, KeyError, TypeError):
         raise SystemExit(
@@ -108,10 +126,10 @@ def message(one, where):
             "with images, tool calls or messages of another form")
     # Some templates know more, such as reasoning_content.
     more = {key: encodable(value) for key, value in one.items() if type(value) is str}
-    # OpenAI's "weight", others' "train": as a file writes them, or of the hub's types.
-    if {"0", "0.0", "false"} & {str(one.get(key)).lower() for key in ("weight", "train")}:
+    # As a file writes them, or of the hub's types.
+    if {"0", "0.0", "false"} & {str(one.get(key)).lower() for key in WEIGHTS}:
         more["weight"] = 0
-    return {**more, "role": ROLES.get(role, role), "content": encodable(content or "")}
+    return {**more, "role": ROLES.get(role, role), "content": encodable(content)}
 
 
 # ---------- from messages to text ---------------------------------------------

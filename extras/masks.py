@@ -115,8 +115,9 @@ class Masked(prepare.Job):
 
 
 def render(template, learned, row, where):
-    """The Document that has the row's value for each {column} of the template, None if that is
-    empty. learned: the columns whose values are learned; if there are none, all of the text is."""
+    """The Document that has the row's value for each {column} of the template; None if that is
+    empty, or the last value to learn is: it would teach the model to end at once.
+    learned: the columns whose values are learned; if there are none, all of the text is."""
     text = ""
     spans = []
     for i, part in enumerate(re.split(COLUMN, template)):
@@ -127,7 +128,8 @@ def render(template, learned, row, where):
         text += value(row, part, where)
         if part in learned:
             spans.append((start, len(text)))
-    return Document(text, spans or None) if text else None
+    answer = text[slice(*spans[-1])].strip() if spans else text
+    return Document(text, spans or None) if answer else None
 
 
 # ---------- which characters a token stands for -------------------------------

@@ -184,18 +184,72 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
     for nothing in ([], None, [HI], [HELLO, HI],  # nobody asked for the first turn
                     [HI, {**HELLO, "weight": 0.0}]):
         assert chat_of("text", {"messages": nothing}, "") is None
-    bots = [{"from": "human", "value": "Hi"}, {"from": "bot", "value": "x"}]
-    for talk, roles in ((bots, "bot, user"), ([HI, {**YES, "role": "model"}], "model, user")):
-        line = refused(chat_of, "text", {"messages": talk}, "row 7")
-        assert "row 7: " in line and f"the roles are {roles}; call" in line
+    for other, roles in (("bot", "bot"), ("model", "model"), ("observation", "observation"),
+                         ("prompter", "prompter"), ("Assistant", "Assistant")):
+        for talk in ([HI, {**YES, "role": other}], [HI, HELLO, {"from": other, "value": "x"}, YES],
+                     [{"role": other, "content": "x"}, HI, HELLO]):
+            line = refused(chat_of, "text", {"messages": talk}, "row 7")
+            assert line.startswith(f"row 7: unknown roles: {roles}; rename them to user")
+    both = [{"from": "function_call", "value": "f"}, {"from": "observation", "value": "x"}]
+    line = refused(chat_of, "text", {"conversations": [HI, *both, YES]}, "row 7")
+    assert "unknown roles: function_call, observation;" in line
     for row, remedy in (({"body": ""}, '{"messages": [...]}'),
                         ({"id": 1, "talk": [HI]}, "--column for one of talk")):
         line = refused(chat_of, "text", row, "row 7")
         assert "row 7: no column" in line and line.endswith(remedy)
+    call = {"name": "f", "arguments": "{}"}
     odd = [3, {"role": "user", "content": 3}, {"role": "user", "content": [{"type": "image"}]},
-           {"from": None, "value": "x"}, {**YES, "tool_calls": [{"name": "f"}]}]
+           {"from": None, "value": "x"}, {**YES, "tool_calls": [call]},
+           {**YES, "function_call": call}, {**YES, "content": None, "function_call": call},
+           {**SYSTEM, "tools": [call]}, {**HI, "images": ["a.png"]}, {**YES, "audio": {"id": "x"}},
+           {"role": "user", "text": "Hi"}, {"role": "assistant", "content": None},
+           {"from": "gpt", "value": None}, {"from": "gpt", "text": "Hi"}]
     for one in odd:
         assert "row 7: " in refused(message, one, "row 7")
+
+
+def test_what_stands_beside_a_conversation_is_its_first_message_or_refused():
+    told = {"role": "system", "content": SYSTEM["content"]}
+    for key in ("system", "system_prompt"):
+        row = {key: told["content"], "messages": [HI, HELLO], "tools": "[]", "images": None}
+        assert chat_of("text", row, "").messages == [told, HI, HELLO]
+    for nothing in ("", None):
+        row = {"system": nothing, "tools": [], "messages": [HI, HELLO]}
+        assert chat_of("text", row, "").messages == [HI, HELLO]
+    for key, value in (("tools", '[{"name": "f"}]'), ("tools", [{"name": "f"}]),
+                       ("functions", [{}]), ("images", ["a.png"]), ("image", "a.png")):
+        line = refused(chat_of, "text", {"messages": [HI, HELLO], key: value}, "row 7")
+        assert line.startswith("row 7: ") and key in line and "leave out" in line
+    assert "row 7: " in refused(chat_of, "text", {"system": ["x"], "messages": [HI]}, "row 7")
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss"])
+def test_a_turn_whose_flag_is_false_is_not_learned(tmp_path, key):
+    make(tmp_path / "t", CHATML)
+    expected, = masked([HI, {**HELLO, "weight": 0}, SUN, YES], tmp_path / "t")
+    for no in (False, 0, "false", "False", "0"):
+        tokens, = masked([HI, {**HELLO, key: no}, SUN, {**YES, key: True}], tmp_path / "t")
+        assert tokens.tolist() == expected.tolist()
+        assert chat_of("text", {"messages": [HI, {**HELLO, key: no}]}, "") is None
+
+
+def test_a_row_with_an_empty_answer_is_left_out_and_counted(tmp_path):
+    """Else the model learns to end at once. Of a turn that is not learned it may be empty."""
+    make(tmp_path / "t", CHATML)
+    empty = [{**YES, "content": text} for text in ("", " \n", [], [{"type": "text", "text": ""}])]
+    for one in empty:
+        for talk in ([HI, one], [HI, HELLO, SUN, one], [HI, one, SUN, YES]):
+            assert chat_of("text", {"messages": talk}, "") is None
+    for talk in ([empty[0], HI, HELLO], [HI, {**empty[0], "weight": 0}, SUN, YES],
+                 [{**HI, "content": ""}, HELLO]):
+        assert len(chat_of("text", {"messages": talk}, "").messages) == len(talk)
+    chats = [[HI, HELLO], [HI, empty[0]], [HI, HELLO, SUN, empty[1]], [SUN, YES], [SUN, HELLO]]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk} for talk in chats])
+    answers = [{"q": "Sun?", "a": text} for text in ("Yes", "", " ", "No", "Me")]
+    other = write_jsonl(tmp_path / "b.jsonl", answers)
+    for source, options in ((path, ["--chat"]), (other, ["--template={q} {a}", "--learn=a"])):
+        p = prepare([source, *options], tmp_path / source.stem, COMMAND, tokenizer=tmp_path / "t")
+        assert p.returncode == 0 and "without text or answer, left out: 2\n" in p.stdout, p.stderr
 
 
 @pytest.mark.parametrize("by", ["json", "datasets"])

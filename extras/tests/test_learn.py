@@ -52,6 +52,9 @@ def require_masks_of_a_column(own, size_of, begins=0, ends=False):
         for template, at_the_end in (("Q: {q}\nA: {a}", True), ("Q: {q}{a}\n", False)):
             text = render(template, row, "")
             masked = job(own, template=template, learn="a")
+            if not b.strip():  # an empty answer
+                assert masked.document(row, "") is None
+                continue
             tokens = masked.encode(masked.document(row, ""), own)
             ids = [*own.encode(text)]
             assert tokens["token"].tolist() == ids + (not ends) * [own.end]
@@ -119,7 +122,7 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
             assert (tokens[at + end:at + size] == 256).all()
             seen.append({"q": prompt.decode()[3:], "a": answer.decode()})
             at += size
-    assert sorted(seen, key=rows.index) == rows
+    assert sorted(seen, key=rows.index) == rows[1:]  # the first has an empty answer
 
     argv.append(f"--out={out}")
     kills, said = starts_until_done(argv, tmp_path / "workers", capfd, main=masks.main)
