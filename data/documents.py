@@ -4,8 +4,8 @@ Documents: texts from files and from data sets on the Hugging Face hub, for prep
     for where, row in rows("a.csv", args.split, args):    # args: prepare.py's options
         text = render("{title}: {text}", row, where)      # where: "a.csv: line 2", for errors
 
-In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document. Any other file
-is one document.
+In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document, and so it is in a
+file of any other name that begins with an object of JSON. Any other file is one document.
 
 Text is kept as written. Readers that guess types change it: 007 becomes 7, NA nothing, a date a
 timestamp. So the standard library reads all files but Parquet, whose columns have types.
@@ -20,7 +20,7 @@ import re
 import sys
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-JSON = (".jsonl", ".ndjson", ".json")
+JSON = (".jsonl", ".jsonlines", ".jl", ".ndjson", ".json")
 READABLE = (*JSON, *DELIMITERS, ".parquet", ".txt")
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"  # of a data set: name, or owner/name
 COLUMN = r"{([^{}]+)}"  # in a template
@@ -87,13 +87,15 @@ def rows(source, split, args):
             # batch_size: by default a file's first row group says it, and an empty one fails.
             how = dict(data_files=[glob.escape(source)], split="train", batch_size=1000)
             yield from rows_of_datasets(source, "parquet", **how)
-        elif extension in JSON:
-            yield from rows_of_json(source)
         elif extension in DELIMITERS:
             yield from rows_of_csv(source, DELIMITERS[extension])
+        elif extension in JSON or begins_as_json(source):
+            yield from rows_of_json(source)
+        elif args.column != "text":
+            raise SystemExit(
+                f"{source}: --column={args.column} is for rows; leave it out, or make it .jsonl")
         else:
-            text = "".join(line for _, line in lines(source, newline=None))
-            yield source, {"text": text, args.column: text}  # --column is for the other files
+            yield source, {"text": "".join(line for _, line in lines(source, newline=None))}
     except ImportError as e:
         raise SystemExit(f"{source}: {e}; pip install datasets")
     except Exception as e:  # of a dozen kinds: no network, no such data set, a damaged file
@@ -119,6 +121,13 @@ def lines(source, newline="\n"):
                     f"{source}: line {number} is not UTF-8, or has a NUL; convert the file (from "
                     "UTF-16: iconv -f UTF-16LE, or BE, -t UTF-8 FILE > NEW), or mend the line")
             yield number, line.removeprefix("\ufeff")
+
+
+def begins_as_json(source):
+    """True if a file's first line is an object of JSON, alone or in an array, whatever the file's
+    name."""
+    starts = (line.strip("[], \t\r\n") for _, line in lines(source))
+    return re.fullmatch(r'{\s*".*}', next(filter(None, starts), "")) is not None
 
 
 # ---------- JSON --------------------------------------------------------------

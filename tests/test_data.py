@@ -431,10 +431,6 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
                               (dict(column="n"), [b"0", b"12"])):
         train, val = prepared([path], tmp_path / "o", **options)
         assert sorted(split_documents(train + val)) == expected
-    # a file of text has no columns, whatever its ending
-    (tmp_path / "b.md").write_text("{n}")
-    train, val = prepared([tmp_path / "b.md", path], tmp_path / "o", column="n")
-    assert sorted(split_documents(train + val)) == [b"0", b"12", b"{n}"]
 
 
 def test_prepare_takes_files_as_other_programs_write_them(tmp_path):

@@ -122,7 +122,17 @@ def test_json_s_values_are_as_they_are_written(tmp_path, written, text):
     ("a.jsonl", "", []), ("a.json", "[]", []), ("a.jsonl", "\n\n", []),
     ("a.json", '[\n {\n  "text": "a"\n },\n {"n": 1}\n]\n', ["a", ""]),
     ("a.txt", "", [""]), ("a.md", "a\r\nb\rc\n\n", ["a\nb\nc\n\n"]),
-    ("a", "text\n1\n", ["text\n1\n"]), ("a.csv.txt", "a,b\n", ["a,b\n"])])
+    ("a", "text\n1\n", ["text\n1\n"]), ("a.csv.txt", "a,b\n", ["a,b\n"]),
+    # JSON of another name, and text that only looks a little like it
+    ("a.jl", '{"n": 1, "text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+    ("a.jsonlines", '{"text": "a"}', ["a"]), ("a.JL", '{"text": 1}', ["1"]),
+    ("part-00000", '{"text": "a"}\r\n{"text": "b"}\r\n', ["a", "b"]),
+    ("a.json.txt", '\ufeff\n { "text": "{}" }\n', ["{}"]), ("a.log", '[{"text": "a"}]', ["a"]),
+    ("a.log", '[{"text": "a"},\n{"text": "b"}\n]\n', ["a", "b"]),
+    ("a.log", ' [\n{"text": "a"},\n{"text": "b"}\n]\n', ["a", "b"]),
+    ("a.txt", "{}\n", ["{}\n"]), ("a.txt", "{a} [b]", ["{a} [b]"]), ("a.txt", "[1]", ["[1]"]),
+    ("a.ipynb", '{\n "cells": []\n}\n', ['{\n "cells": []\n}\n']),
+    ("a.txt", 'x {"text": "a"}\n', ['x {"text": "a"}\n'])])
 def test_rows_are_the_file_s(tmp_path, name, content, expected):
     assert texts(tmp_path / name, content) == expected
     packed = gzip.compress(content.encode())
@@ -149,6 +159,20 @@ def test_dates_and_numbers_in_a_template_are_text(tmp_path):
     # What a value says is no template, and no pattern.
     found = texts(tmp_path / "a.csv", "a,text\n{text},\\1\n", "{a} {text} {")
     assert found == [r"{text} \1 {"]
+
+
+def test_a_column_of_a_file_without_columns_is_refused(tmp_path):
+    """Whatever its name; JSON of any name has them."""
+    for name in ("a.txt", "a.md", "part-00000"):
+        path = tmp_path / name
+        path.write_text("a,body\n1,x\n")
+        line = refused(read, path, "body")
+        assert f"{path}: --column=body" in line and ".jsonl" in line
+        assert read(path) == ["a,body\n1,x\n"]
+        path.write_text('{"body": "x", "text": "y"}\n')
+        assert read(path, "body") == ["x"] and read(path) == ["y"]
+        path.write_text('{"body": "x"}\n')
+        assert "here body" in refused(texts, path, path.read_bytes())
 
 
 @pytest.mark.parametrize("name, content, line, said", [
