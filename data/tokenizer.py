@@ -9,7 +9,7 @@ Hugging Face's format, which prepare.py copies next to the tokens.
 """
 
 import os
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,8 +33,9 @@ def tokenizer(meta, directory=""):
         return lambda text: list(text.encode()), decode_bytes, meta["vocab_size"]
     if name == TOKENIZER:
         file = os.path.join(directory, TOKENIZER)
-        hf, vocab_size = extra("hf_tokenizer", wanted_by=file).open_tokenizer(file)
-        return lambda text: hf.encode(text).ids, hf.decode, vocab_size
+        library = extra("hf_tokenizer", wanted_by=file)
+        hf, vocab_size = library.open_tokenizer(file)
+        return partial(library.encode_prompt, hf), hf.decode, vocab_size
     if name == "gpt2":
         bpe = gpt2_bpe()
         return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab

@@ -72,25 +72,19 @@ def chat_of(column, row, where):
     SystemExit if it is more than messages of text. where: names the row in errors."""
     names = ("messages", "conversations") if column == "text" else (column,)
     if row.keys().isdisjoint(names):
-        lists = [name for name, found in row.items() if isinstance(found, list)]
-        remedy = f"pass --column for one of {', '.join(lists)}"
-        if not lists:
-            remedy = 'write rows as {"messages": [...]}'
-        raise SystemExit(f"{where}: no column {' or '.join(names)}; {remedy}")
+        lists = ", ".join(name for name, found in row.items() if isinstance(found, list))
+        raise SystemExit(
+            f"{where}: no column {' or '.join(names)}; pass --column for one of {lists or 'none'}")
     # In a file of both kinds each row has both columns, and null in one.
     found = next(filter(None, map(row.get, names)), [])
     system = row.get("system") or row.get("system_prompt")
-    if system:
-        found = [{"role": "system", "content": system}, *found]
-    messages = [message(one, where) for one in found]
-    unknown = {one["role"] for one in messages} - KNOWN_ROLES
+    told = [{"role": "system", "content": system}] if system else []
+    messages = [message(one, where) for one in [*told, *found]]
+    unknown = sorted({one["role"] for one in messages} - KNOWN_ROLES) + beside(row)
     if unknown:
         raise SystemExit(
-            f"{where}: unknown roles: {', '.join(sorted(unknown))}; rename them to user, assistant "
-            "(the one to learn), system or tool, or leave the row out")
-    for key in beside(row):
-        raise SystemExit(
-            f"{where}: the chat template does not get {key}; leave out rows that have it")
+            f"{where}: the chat template gets no {', '.join(unknown)}; rename a role to user, "
+            "assistant, system or tool, and leave out rows with tools or images")
     # A first turn of the assistant has no prompt, so nothing teaches the model to say it. An empty
     # turn would teach it to end at once.
     said = [one["content"].strip() for one in messages[1:] if is_learned(one)]

@@ -69,6 +69,8 @@ def open_tokenizer(file):
     # Some files ask for both, for batches; a document is taken whole.
     hf.no_truncation()
     hf.no_padding()
+    if getattr(hf.model, "dropout", None):  # it draws other tokens each time
+        hf.model.dropout = None
     return hf, max(hf.get_vocab().values()) + 1
 
 
@@ -82,6 +84,14 @@ def encode(hf, seen, text, has_special_tokens=False, is_start=True):
     found = hf.encode(text, add_special_tokens=is_start and not has_special_tokens)
     seen += len(text), lost(hf, text, found)
     return found
+
+
+def encode_prompt(hf, text):
+    """A prompt's tokens: with those that the tokenizer puts before a text, and without those behind
+    it, such as </s>."""
+    ids = hf.encode(text).ids
+    is_added = hf.encode(text + "a").special_tokens_mask
+    return ids[:len(ids) - [*is_added[::-1], 0].index(0)]
 
 
 def encode_pieces(encoding, pieces, text):

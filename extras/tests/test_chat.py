@@ -19,8 +19,9 @@ from test_learn import COMMAND, documents_of, job, require_masks_of_a_column
 
 from data import prepare as prepare_py
 from data.documents import rows
-from data.files import open_masks, open_split
+from data.files import RECORD, open_masks, open_split
 from data.tokenizer import encoder
+from data.tokenizer import tokenizer as sampling
 from extras import chat, hf_tokenizer, masks
 from extras.chat import chat_of, message
 
@@ -189,14 +190,13 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
         for talk in ([HI, {**YES, "role": other}], [HI, HELLO, {"from": other, "value": "x"}, YES],
                      [{"role": other, "content": "x"}, HI, HELLO]):
             line = refused(chat_of, "text", {"messages": talk}, "row 7")
-            assert line.startswith(f"row 7: unknown roles: {roles}; rename them to user")
+            assert line.startswith(f"row 7: the chat template gets no {roles}; rename a role to")
     both = [{"from": "function_call", "value": "f"}, {"from": "observation", "value": "x"}]
     line = refused(chat_of, "text", {"conversations": [HI, *both, YES]}, "row 7")
-    assert "unknown roles: function_call, observation;" in line
-    for row, remedy in (({"body": ""}, '{"messages": [...]}'),
-                        ({"id": 1, "talk": [HI]}, "--column for one of talk")):
+    assert "the chat template gets no function_call, observation;" in line
+    for row, lists in (({"body": ""}, "none"), ({"id": 1, "talk": [HI]}, "talk")):
         line = refused(chat_of, "text", row, "row 7")
-        assert "row 7: no column" in line and line.endswith(remedy)
+        assert "row 7: no column" in line and line.endswith(f"--column for one of {lists}")
     call = {"name": "f", "arguments": "{}"}
     odd = [3, {"role": "user", "content": 3}, {"role": "user", "content": [{"type": "image"}]},
            {"from": None, "value": "x"}, {**YES, "tool_calls": [call]},
@@ -331,6 +331,70 @@ def test_special_tokens_in_a_column_are_text_and_in_a_template_they_are_not(tmp_
         ids, _ = masks.places_of(text, own, has_special_tokens=True)
         assert ids == hf.encode(text, add_special_tokens=False).ids
         assert ids.count(own.end) == 1
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_another_tokenizer_of_the_same_path_is_refused(tmp_path, monkeypatch, capsys, file,
+                                                       is_finished):
+    """Else it is "prepared already", or one data set gets the tokens of two."""
+    monkeypatch.setattr(prepare_py, "CHUNK", 500)
+    monkeypatch.setattr(prepare_py, "MANY", 1)
+    path = tmp_path / "t"
+    make(path, CHATML)
+    rows = [{"messages": [{**HI, "content": f"{i}?"}, HELLO]} for i in range(60)]
+    chats = write_jsonl(tmp_path / "chats.jsonl", rows)
+    argv = ["x", chats, "--chat", f"--tokenizer={path}", "--workers=1", "--shard_tokens=400",
+            "--val_fraction=0.3", f"--out={tmp_path}/o"]
+    run_prepare(argv, masks.main)
+    record = tmp_path / "o" / RECORD
+    if not is_finished:  # as after a kill behind its last shard
+        record.write_text(json.dumps({**json.loads(record.read_text()), "finished": False}))
+    before = (path / file).read_bytes()
+    (path / file).write_bytes(before + b" ")
+    assert f"{tmp_path}/o: prepared with another tokenizer.json" in refused(
+        run_prepare, argv, masks.main)
+    shutil.copytree(path, tmp_path / "new")  # the same content, with another date
+    shutil.rmtree(path)
+    shutil.move(tmp_path / "new", path)
+    (path / file).write_bytes(before)
+    capsys.readouterr()
+    run_prepare(argv, masks.main)
+    assert ("prepared already" in capsys.readouterr().out) == is_finished
+    older = json.loads(record.read_text())
+    del older["arguments"]["tokenizer.json"]  # of an earlier version
+    record.write_text(json.dumps(older))
+    run_prepare(argv, masks.main)
+    assert "prepared already" in capsys.readouterr().out
+
+
+def test_a_tokenizer_with_dropout_gives_the_same_tokens_each_time(tmp_path):
+    hf = make(tmp_path / "t", CHATML)
+    text = "Be brief, the sun: who is it? Yes" * 20
+    expected = hf.encode(text, add_special_tokens=False).ids
+    hf.model.dropout = 0.5
+    hf.save(str(tmp_path / "t/tokenizer.json"))
+    assert hf.encode(text, add_special_tokens=False).ids != expected
+    own = encoder(str(tmp_path / "t"))
+    encode, _, _ = sampling({"vocab_size": 700}, str(tmp_path / "t"))
+    for _ in range(3):
+        assert own.encode(text).tolist()[1:] == encode(text)[1:] == expected
+
+
+@pytest.mark.parametrize("last", ["", "<|im_end|>", "<|im_end|> </s>"])
+def test_a_prompt_is_not_ended_by_its_tokenizer(tmp_path, last):
+    """But begun; and an end that the prompt has stays there."""
+    hf = make(tmp_path / "t", CHATML)
+    tokens = ("<s>", "</s>", "<|im_end|>")
+    hf.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"<s> $A {last}".strip(),
+        special_tokens=[(token, hf.token_to_id(token)) for token in tokens])
+    hf.save(str(tmp_path / "t/tokenizer.json"))
+    encode, decode, _ = sampling({"vocab_size": 700}, str(tmp_path / "t"))
+    for text in ("the sun", "", "\n", "\u00e9 ", "Hi<|im_end|>", "<|im_end|>\n", "</s>"):
+        alone = hf.encode(text, add_special_tokens=False).ids
+        assert encode(text) == [hf.token_to_id("<s>"), *alone]
+        assert len(hf.encode(text).ids) == 1 + len(alone) + len(last.split())
 
 
 LLAMA3_SPLIT = (
