@@ -52,7 +52,7 @@ from data.files import (  # noqa: E402
     shard_name,
     write_files,
 )
-from data.tokenizer import encoder  # noqa: E402
+from data.tokenizer import TOKENIZER, encoder  # noqa: E402
 
 SPLITS = ("train", "val")
 MANY = 10_000  # tokens: a smaller split gives no useful loss
@@ -192,12 +192,15 @@ class Shards:
         self.full = arguments["shard_tokens"] * job.item.itemsize  # bytes
         self.waiting = {split: bytearray() for split in SPLITS}
         self.last = None  # the chunk whose tokens came last
+        local = filter(os.path.exists, arguments["source"])
+        self.stats = {path: [os.path.getsize(path), os.path.getmtime(path)] for path in local}
         self.record = dict(arguments=arguments, finished=False, rows=0, crc=0, shards=0,
                            tokens=dict.fromkeys(SPLITS, 0), files=[])
         begun = read_record(out)
         if not begun:
             require_no_other_data(out, {})
             return
+        begun["arguments"].setdefault(TOKENIZER, arguments.get(TOKENIZER))  # old records lack it
         for key in {**begun["arguments"], **arguments}:
             if begun["arguments"].get(key) != arguments.get(key):
                 raise SystemExit(
@@ -205,32 +208,26 @@ class Shards:
                     "to begin again, or pass another --out")
         self.record |= {"finished": True, **begun}  # files.py's default: old records lack it
 
-    def is_finished(self):
-        """True if an earlier start finished, and all files are there. SystemExit if one is
-        missing, or a source has changed since."""
-        if not self.record["finished"]:
-            return False
-        for split in SPLITS:
-            open_masks(open_split(self.out, split))
-        for source in filter(os.path.exists, self.record["arguments"]["source"]):
-            if os.path.getmtime(source) > os.path.getmtime(self.out / RECORD):
-                raise SystemExit(
-                    f"{self.out}: prepared from an older {source}; move its files away to begin "
-                    "again, or pass another --out")
-        return True
-
     def left(self, chunks):
-        """The chunks that are not in a shard yet. SystemExit if the documents have changed."""
+        """The chunks that are not in a file yet; None if an earlier start finished. SystemExit if
+        a file is missing, or the documents have changed since."""
         rows = self.record["rows"]
-        if rows:
+        if self.record["finished"]:
+            for split in SPLITS:
+                open_masks(open_split(self.out, split))
+            if self.stats == self.record.get("stats", self.stats):
+                return None
+            for self.last in chunks:  # the sources may only have been touched
+                pass
+        elif rows:
             print(f"{self.out}: going on after {self.record['shards']} shards and {rows:,} rows")
             self.last = next((chunk for chunk in chunks if chunk.rows >= rows), None)
-            found = self.last and (self.last.rows, self.last.crc)
-            if found != (rows, self.record["crc"]):
-                raise SystemExit(
-                    f"{self.out}: the documents are not those of the shards here; move its files "
-                    "away to begin again, or pass another --out")
-        return chunks
+        found = (self.last.rows, self.last.crc) if self.last else (0, 0)
+        if found != (rows, self.record["crc"]):
+            raise SystemExit(
+                f"{self.out}: the documents are not those of the files here; move its files away "
+                "to begin again, or pass another --out")
+        return None if self.record["finished"] else chunks
 
     def add(self, chunk, parts):
         """Add a chunk's tokens of train and of val, and write a shard if it is full."""
@@ -268,7 +265,8 @@ class Shards:
             file = f"{split}.bin" if is_all else shard_name(name, split, record["shards"])
             if waiting:
                 files |= self.contents(file, split, with_header=not is_all)
-        record |= dict(rows=self.last.rows, crc=self.last.crc, finished=is_last)
+        # (stats of this start: after a kill a source may have been mended.)
+        record |= dict(rows=self.last.rows, crc=self.last.crc, stats=self.stats, finished=is_last)
         write_files(self.out, {**files, RECORD: [json.dumps(record).encode()]})
         self.waiting = {split: bytearray() for split in SPLITS}
 
@@ -441,15 +439,15 @@ def prepare(args, job, own, out):
     """Tokenize the documents of args, or the rest of them after an earlier start. own: the
     Encoder of args.tokenizer."""
     end_fraction = 0 if args.val_split else args.val_fraction or 0.1
-    shards = Shards(out, comparable(args), job, end_fraction)
-    if shards.is_finished():
-        print(f"{out}: prepared already with these arguments")
-        return
+    shards = Shards(out, comparable(args, own), job, end_fraction)
     train = documents(args, args.split, job.document, args.limit)
     parts = [(args.hash_fraction, train)]
     if args.val_split:  # val comes first, so that the first shard has it
         parts = [(1, documents(args, args.val_split, job.document)), (0, train)]
     left = shards.left(chunks(parts, job.key))
+    if left is None:
+        print(f"{out}: prepared already with these arguments")
+        return
     seen = np.zeros(2, int)
     from tqdm import tqdm
     with tqdm(unit=" tok", unit_scale=True, delay=1) as bar:
@@ -468,9 +466,11 @@ def prepare(args, job, own, out):
               "tokenizer has its unknown token for them, or none; a byte-level one loses nothing")
 
 
-def comparable(args):
-    """The arguments that determine the data set; a later start must have the same."""
-    arguments = {**vars(args), "source": []}
+def comparable(args, own):
+    """The arguments that determine the data set, and a CRC of the tokenizer's files; a later start
+    must have the same."""
+    files = b"".join(path.read_bytes() for path in own.files.values())
+    arguments = {**vars(args), "source": [], TOKENIZER: zlib.crc32(files)}
     for source in args.source:
         is_local = os.path.exists(source)
         arguments["source"].append(os.path.abspath(source) if is_local else source)

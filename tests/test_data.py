@@ -543,8 +543,16 @@ def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path, m
         os.utime(directory / "a.txt", (1e9, 1e9))
         others.append(prepare(["a.txt"], out))
     assert others.pop(-2).returncode == 0
-    os.utime(text, (2e9, 2e9))
-    others.append(prepare([text], out))
+    date = os.stat(text).st_mtime
+    for content, now in (("same size", 1e9), ("same size", 2e9), ("longer text", date)):
+        text.write_text(content)
+        os.utime(text, (now, now))
+        others.append(prepare([text], out))
+        assert "the documents are not those" in others[-1].stderr
+    text.write_text("some text")
+    for now in (1e9, 2e9):  # only touched
+        os.utime(text, (now, now))
+        assert "prepared already" in prepare([text], out).stdout
     for p in others:
         assert p.returncode == 1 and f"{out}: " in p.stderr and "--out" in p.stderr
         assert p.stderr.count("\n") == 1 and files_of(out) == before
@@ -592,7 +600,7 @@ def test_prepare_writes_shards_as_llmc_does(tmp_path, monkeypatch, size):
     assert {*files_of(tmp_path)} == {RECORD, *(f"{name}.bin" for name in expected)}
     assert json.loads((tmp_path / RECORD).read_text()) == dict(
         arguments=arguments, finished=True, rows=60, crc=60, shards=3, files=[".bin"],
-        tokens=dict(train=9, val=11))
+        stats={}, tokens=dict(train=9, val=11))
     files = TokenFiles(tmp_path, "val", 1, 60)  # x_val_000002 is not missed
     assert [len(tokens) for tokens in files.files] == [9, 2]
 
@@ -767,6 +775,7 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
     rows = [{"text": text} for text in (texts[0], "", *texts[1:4], "", texts[4])]
     a, b, whole, out = (tmp_path / name for name in ("a.jsonl", "b.txt", "whole", "out"))
     write_jsonl(a, rows)
+    date = os.stat(a).st_mtime
     b.write_text(texts[5])
     c = tmp_path / "c.txt"
     c.write_text(texts[6])  # the seventh document: six are asked for
@@ -803,6 +812,7 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
         assert "the documents are not those" in refused(run_prepare, argv)
         shards_are_as_expected()
     write_jsonl(a, rows)
+    os.utime(a, (date, date))  # which prepare.json has
 
     shutil.rmtree(out)
     workers = tmp_path / "workers"
