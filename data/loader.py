@@ -101,7 +101,13 @@ class Batches:
         x = torch.empty(B, T, dtype=torch.int64)
         y = torch.empty_like(x)
         for files, rows, windows in self.samples(number * B, B):
-            x[rows], y[rows] = files.batch(windows)
+            inputs, targets = files.batch(windows)
+            count = files.count(windows) if files.masks else targets.numel()
+            if (targets != -1).sum() != count or {inputs.dtype, targets.dtype} != {x.dtype}:
+                raise SystemExit(
+                    f"{type(files).__name__}: batch() must give int64, and -1 as a target only if "
+                    "masks is true and count() counts the others; see docs/fork.md")
+            x[rows], y[rows] = inputs, targets
         x, y, count = self.ready(x, y)
         weight = count / self.mean_targets(step)
         self.seconds += time.perf_counter() - started
@@ -166,7 +172,7 @@ class TokenFiles:
     """One split of a data set: windows of block_size tokens in memory-mapped files.
     docs/fork.md shows what a subclass without files needs."""
 
-    masks = ()
+    masks = ()  # those of its files; true if a target may be -1
 
     def __init__(self, directory, split, block_size, vocab_size):
         """SystemExit if the data is missing, damaged or does not fit the model."""

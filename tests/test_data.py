@@ -174,6 +174,59 @@ def test_data_that_is_no_files_trains_as_readme_says(tmp, monkeypatch, capsys):
     assert "toy: 8,000 tokens of train" in capsys.readouterr().out
 
 
+class Masking(Counting):
+    """Leaves out each second target, and says so."""
+
+    masks = True
+
+    def count(self, windows):
+        return len(windows) * self.block_size // 2
+
+    def batch(self, windows):
+        x, y = super().batch(windows)
+        y[:, ::2] = -1
+        return x, y
+
+
+class Unsaid(Masking):
+    masks = ()
+
+
+class Miscounting(Masking):
+    def count(self, windows):
+        return len(windows) * self.block_size
+
+
+class Floats(Counting):
+    def batch(self, windows):
+        x, y = super().batch(windows)
+        return x + 0.5, y
+
+
+class FloatTargets(Counting):
+    def batch(self, windows):
+        x, y = super().batch(windows)
+        return x, y + 0.5
+
+
+def test_targets_that_a_class_of_ones_own_leaves_out_count_as_it_says(tmp, monkeypatch):
+    """The weights make a step's loss the mean over those that are left."""
+    monkeypatch.setattr(loader, "TokenFiles", Masking)
+    for part in batches_of(tmp, 2, gradient_accumulation_steps=4):
+        for micro in range(2):
+            x, y, weight = part.get(3, micro)
+            assert weight == 1 and (y[:, ::2] == -1).all() and (y[:, 1::2] >= 0).all()
+
+
+@pytest.mark.parametrize("kind", [Unsaid, Miscounting, Floats, FloatTargets])
+def test_a_class_of_ones_own_that_would_train_on_something_else_is_refused(tmp, monkeypatch, kind):
+    """Its loss would be divided by targets that are not there, or ids would lose a fraction."""
+    monkeypatch.setattr(loader, "TokenFiles", kind)
+    part, = batches_of(tmp, 1)
+    line = refused(part.get, 0, 0)
+    assert kind.__name__ in line and "int64" in line and "docs/fork.md" in line
+
+
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])
 def test_llmc_headers_and_shards(tmp_path, magic, dtype):
     data = tmp_path / "run[1]"  # a name, not a pattern
