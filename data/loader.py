@@ -17,6 +17,7 @@ which models ignore. A window with no other targets is read anyway, with weight 
 would make the order depend on the masks.
 """
 
+import glob
 import json
 import os
 import pickle
@@ -262,11 +263,17 @@ def mixture_module(dataset):
 
 
 def data_dir(dataset):
-    """data/<dataset>; a path to a directory is used as it is. A mixture uses the directory of
-    its first data set, since all of them have the same vocabulary."""
+    """data/<dataset>, or the directory of that path: the one with tokens. A mixture uses the
+    directory of its first data set, since all of them have the same vocabulary."""
     if is_mixture(dataset):
         dataset = next(iter(mixture_module(dataset).parse_mixture(dataset)))
-    return Path(dataset) if os.path.isdir(dataset) else HERE / dataset
+    dataset = os.path.expanduser(dataset)  # a shell leaves the ~ in --dataset=~/x
+    paths = [Path(path) for path in (dataset, HERE / dataset) if os.path.isdir(path)]
+    found = [path for path in paths if glob.glob("*train*.bin", root_dir=path)]
+    if len(found) == 2 and not found[0].samefile(found[1]):
+        raise SystemExit(f"dataset={dataset}: {found[0].absolute()} or {found[1]}? pass either")
+    # A directory of raw text may have the data set's name.
+    return [*found, *paths, HERE / dataset][0]
 
 
 def read_meta(directory):

@@ -312,6 +312,35 @@ def test_shards_are_those_of_one_whole_data_set(tmp_path):
     assert "start it again" in refused(first_tokens)
 
 
+def test_a_directory_of_raw_text_hides_no_data_set(tmp_path, monkeypatch):
+    """Of two directories of that name the one with tokens is meant; of two with tokens, neither."""
+    here, below = tmp_path / "here", tmp_path / "data"
+    for path in (here / "mine", below / "mine"):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(loader, "HERE", below)
+    write_tokens(here / "mine/raw.txt", 33)
+    assert loader.data_dir("mine") == Path("mine")  # neither has any
+    write_tokens(below / "mine/my_train_000001.bin", 33)
+    for name in ("mine", "./mine"):
+        assert loader.data_dir(name) == below / "mine"
+    assert loader.data_dir(str(here / "mine")) == here / "mine"  # a whole path is clear
+    write_tokens(here / "mine/train.bin", 33)
+    line = refused(loader.data_dir, "mine")
+    assert "dataset=mine" in line and str(here / "mine") in line and str(below / "mine") in line
+    for path in (here / "mine", below / "mine"):
+        assert loader.data_dir(str(path)) == path
+    os.remove(below / "mine/my_train_000001.bin")
+    assert loader.data_dir("mine") == Path("mine")
+    for name in ("", "none"):
+        assert loader.data_dir(name) == below / name
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert loader.data_dir("~/here/mine") == here / "mine"
+    monkeypatch.chdir(below)  # both are the same
+    write_tokens(below / "mine/train.bin", 33)
+    assert loader.data_dir("mine").samefile(below / "mine")
+
+
 def test_shards_follow_each_other_by_name_in_whatever_order_the_disk_has_them(
         tmp_path, monkeypatch):
     for number in (1, 2, 10):
