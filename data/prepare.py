@@ -309,7 +309,7 @@ class Shards:
 
 def write_small(out, train, val, **meta):
     """Write out's files from two lists of tokens. SystemExit if it has other files."""
-    out = Path(out)
+    out = Path(out).expanduser()
     contents = {
         "train.bin": np.array(train, np.uint16).tobytes(),
         "val.bin": np.array(val, np.uint16).tobytes(),
@@ -378,9 +378,10 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
     parser.add_argument."""
     parser = parser_of(doc)
     if name is None:
-        parser.add_argument("name", help="files go to data/<name>/")
+        parser.add_argument("name", type=os.path.expanduser, help="files go to data/<name>/")
     many = "*" if source else "+"
-    parser.add_argument("source", nargs=many, default=[source], help="files, or hub data sets")
+    parser.add_argument("source", nargs=many, default=[source], type=os.path.expanduser,
+                        help="files, or hub data sets")
     add_options(parser, hash_fraction)
     more_options(parser.add_argument)
     parser.set_defaults(**defaults)
@@ -391,7 +392,7 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
     require_sound(args)
     own = encoder(args.tokenizer)  # here first, so that a mistake is one line, not one per worker
     job = job_of(args, own)
-    out = Path(args.out or HERE / args.name)
+    out = Path(args.out or HERE / args.name).expanduser()  # shells leave the ~ of --out=~/x
     with output_directory(out):
         prepare(args, job, own, out)
     return out
@@ -404,7 +405,7 @@ def add_options(parser, hash_fraction):
     option("--val_split", metavar="S", help="split of a hub data set to use as val")
     option("--column", default="text", help="column that holds the text (default: text)")
     option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
-    option("--tokenizer", metavar="T", default="gpt2",
+    option("--tokenizer", metavar="T", default="gpt2", type=os.path.expanduser,
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
     option("--val_fraction", metavar="F", type=float,
            help=f"fraction of documents for val (default: {hash_fraction}), or of tokens if "

@@ -78,7 +78,7 @@ def parse(argv):
         help="settings to compare")
     add("--strategies", default="", metavar="A,B",
         help="run each variant with each of these")
-    add("--profile", nargs="?", const="profile", metavar="DIR",
+    add("--profile", nargs="?", const="profile", metavar="DIR", type=os.path.expanduser,
         help="at the end, trace 3 steps of each variant on every rank into DIR (%(const)s), "
              "and print the slowest operations")
     own, rest = parser.parse_known_args(argv)

@@ -640,6 +640,27 @@ def test_prepare_leaves_nothing_after_a_mistake_and_replaces_nothing(tmp_path, m
         assert p.stderr.count("\n") == 1 and files_of(out) == before
 
 
+@pytest.mark.parametrize("command", [
+    ["data/prepare.py", "x", "~/a.txt", "--tokenizer=bytes"],
+    ["data/shakespeare_char/prepare.py", "--input=~/a.txt"], ["data/python_stdlib/prepare.py"]])
+def test_a_path_may_begin_with_the_home_directory(tmp_path, monkeypatch, command):
+    """A shell leaves the ~ in --out=~/x; a directory of that name was made."""
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "home"
+    home.mkdir()
+    text = os.path.join(BESIDE, "data", "tinyshakespeare.txt")
+    (home / "a.txt").write_text("abc " * 9)
+    if "shakespeare" in command[0]:
+        if not os.path.exists(text):
+            pytest.skip("no copy of tiny Shakespeare")
+        shutil.copy(text, home / "a.txt")
+    p = script(*command, "--out=~/o", HOME=str(home))
+    assert p.returncode == 0, p.stderr
+    assert (home / "o/train.bin").exists() and os.listdir(tmp_path) == ["home"]
+    again = script(*command, f"--out={home}/o", HOME=str(home))
+    assert again.returncode == 0, again.stderr
+
+
 def test_a_copy_that_lacks_a_shard_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_py, "CHUNK", 50)
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "some text " * 5}] * 4)

@@ -42,7 +42,7 @@ def download(path):
     source = path or URL
     try:
         if path:
-            raw = Path(path).read_bytes()
+            raw = Path(path).expanduser().read_bytes()
         else:
             with urllib.request.urlopen(URL, timeout=30) as response:
                 raw = response.read()

@@ -50,7 +50,7 @@ def parse(argv):
     add("--minutes", type=float, default=10, help="for this call (%(default)s)")
     add("--out", default="gpu-report", help="its files are NAME.md, NAME.json, NAME-logs/")
     add("--rows", default="", metavar="NAME,NAME", help="only these, such as 124M,1B full_shard")
-    add("--nanogpt", default="", metavar="DIR", help="a clone of nanoGPT, to run beside ours")
+    add("--nanogpt", default="", metavar="DIR", type=os.path.expanduser, help="a clone of nanoGPT")
     add("--tiny", action="store_true", help="tiny sizes, to try the command itself")
     own = parser.parse_args(argv)
     if not own.minutes > 0:
@@ -58,7 +58,7 @@ def parse(argv):
     if own.nanogpt and not os.path.exists(os.path.join(own.nanogpt, "bench.py")):
         raise SystemExit(f"--nanogpt={own.nanogpt}: there is no bench.py; clone karpathy/nanoGPT")
     own.nanogpt = own.nanogpt and os.path.abspath(own.nanogpt)
-    own.out = os.path.abspath(own.out)
+    own.out = os.path.abspath(os.path.expanduser(own.out))
     return own
 
 

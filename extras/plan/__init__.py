@@ -200,7 +200,7 @@ def parse(argv):
         help="GiB per GPU (--gpu's or this machine's, else 80)")
     add("--host_memory", type=float, default=math.inf,
         help="GiB per node")
-    add("--plot", metavar="FILE.png",
+    add("--plot", metavar="FILE.png", type=os.path.expanduser,
         help="draw a step's memory and streams (with --gpu); .svg, .pdf too")
     add("--events", choices=("folded", "all"),
         help="print the step's events, in order; =all: every block's")

@@ -24,6 +24,8 @@ from test_readme import (
 )
 
 from configurator import load_config
+from extras import bench, plan
+from extras.gpu_report import __main__ as gpu_report
 
 EXTRAS = modules("extras/*.py", "extras/plan/*.py", "extras/gpu_report/*.py")
 
@@ -54,6 +56,20 @@ def test_house_every_config_of_extras_runs_two_steps(tmp, name):
 @pytest.mark.parametrize("name", ["plan", "extras/moe", "extras.moe"])
 def test_house_models_of_extras_have_a_name_and_no_path(tmp_path, monkeypatch, capsys, name):
     require_unknown_model(tmp_path, monkeypatch, capsys, name)
+
+
+def test_house_paths_may_begin_with_the_home_directory(tmp_path, monkeypatch):
+    """A shell leaves the ~ in --out=~/x."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/bench.py").touch()
+    own, _ = bench.parse(["--profile=~/p"])
+    assert own.profile == f"{tmp_path}/p" and (tmp_path / "p").is_dir()
+    own = gpu_report.parse(["--out=~/r", "--nanogpt=~/theirs"])
+    assert (own.out, own.nanogpt) == (f"{tmp_path}/r", f"{tmp_path}/theirs")
+    pytest.importorskip("matplotlib")
+    own, _ = plan.parse(["--gpu=H100", "--plot=~/x.png"])
+    assert own.plot == f"{tmp_path}/x.png"
 
 
 @pytest.mark.slow
