@@ -107,7 +107,7 @@ class Batches:
             if (targets != -1).sum() != count or {inputs.dtype, targets.dtype} != {x.dtype}:
                 raise SystemExit(
                     f"{type(files).__name__}: batch() must give int64, and -1 as a target only if "
-                    "masks is true and count() counts the others; see docs/fork.md")
+                    "masks is true and counts has how many are left; see docs/fork.md")
             x[rows], y[rows] = inputs, targets
         x, y, count = self.ready(x, y)
         weight = count / self.mean_targets(step)
