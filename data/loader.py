@@ -100,11 +100,13 @@ class Batches:
         number = step * self.cfg.gradient_accumulation_steps
         number += micro * world.size + world.rank
         x = torch.empty(B, T, dtype=torch.int64)
-        y = torch.empty_like(x)
+        y = torch.empty(B, T, dtype=torch.int64)
         for files, rows, windows in self.samples(number * B, B):
             inputs, targets = files.batch(windows)
-            count = files.count(windows) if files.masks else targets.numel()
-            if (targets != -1).sum() != count or {inputs.dtype, targets.dtype} != {x.dtype}:
+            # Else x would cut numbers to whole ones, and mean_targets would count other targets.
+            left = files.count(windows) if files.masks else targets.numel()
+            is_typed = (inputs.dtype, targets.dtype) == (x.dtype, y.dtype)
+            if not is_typed or (targets != -1).sum() != left:
                 raise SystemExit(
                     f"{type(files).__name__}: batch() must give int64, and -1 as a target only if "
                     "masks is true and counts has how many are left; see docs/fork.md")
