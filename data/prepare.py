@@ -6,9 +6,10 @@ Turn any text into token files: local files, or data sets on the Hugging Face hu
     python data/prepare.py my_data a.parquet --column=body --tokenizer=HuggingFaceTB/SmolLM2-135M
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
 
-In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document. Any other file
-is one text document. Documents are streamed through all cores. Each ends with an end-of-text
-token. Rows without text are left out, and the last lines say how many.
+In .jsonl, .ndjson, .json, .parquet, .csv and .tsv files each row is a document, and so it is in a
+file of any other name that begins with an object of JSON. Any other is one document. Documents
+are streamed through all cores. Each ends with an end-of-text token. Rows without text are left
+out, and the last lines say how many.
 
 A data set smaller than a shard becomes train.bin and val.bin, as in nanoGPT: uint16, or uint32
 after llm.c's header if the vocabulary is above 65,535. A larger one becomes shards with that
