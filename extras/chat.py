@@ -74,7 +74,7 @@ def chat_of(column, row, where):
     if row.keys().isdisjoint(names):
         lists = ", ".join(name for name, found in row.items() if isinstance(found, list))
         raise SystemExit(
-            f"{where}: no column {' or '.join(names)}; pass --column for one of {lists or 'none'}")
+            f"{where}: no column {' or '.join(names)}; --column takes another: {lists or 'none'}")
     # In a file of both kinds each row has both columns, and null in one.
     found = next(filter(None, map(row.get, names)), [])
     system = row.get("system") or row.get("system_prompt")

@@ -196,7 +196,7 @@ def test_chat_rows_are_messages_or_sharegpts(tmp_path):
     assert "the chat template gets no function_call, observation;" in line
     for row, lists in (({"body": ""}, "none"), ({"id": 1, "talk": [HI]}, "talk")):
         line = refused(chat_of, "text", row, "row 7")
-        assert "row 7: no column" in line and line.endswith(f"--column for one of {lists}")
+        assert "row 7: no column" in line and line.endswith(f"--column takes another: {lists}")
     call = {"name": "f", "arguments": "{}"}
     odd = [3, {"role": "user", "content": 3}, {"role": "user", "content": [{"type": "image"}]},
            {"from": None, "value": "x"}, {**YES, "tool_calls": [call]},
