@@ -44,8 +44,9 @@ os.environ.setdefault("SIM_GPUS", "1")
 # build's too. Of two functions that are registered for one operation the last counts: ours.
 ctypes.CDLL(os.path.join(TORCH, "lib", "libtorch.so"))
 device = ctypes.CDLL(library())
-for _name in ("allocated", "peak", "pinned", "pinned_peak", "late"):
+for _name in ("allocated", "kept", "peak", "pinned", "pinned_peak", "late"):
     getattr(device, f"simgpu_{_name}").restype = ctypes.c_int64
+device.simgpu_forget.argtypes = (ctypes.c_int64,)
 device.simgpu_seconds.restype = ctypes.c_double
 device.simgpu_elapsed.restype = ctypes.c_double
 device.simgpu_elapsed.argtypes = ctypes.c_void_p, ctypes.c_void_p

@@ -7,6 +7,7 @@ one. The others fail as in a CPU build.
 """
 
 import ctypes
+import itertools
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -173,6 +174,49 @@ def manual_seed(seed):
     torch.cuda.default_generators[index_of()].manual_seed(int(seed))
 
 
+# ---------- CUDA graphs -------------------------------------------------------
+
+pools = itertools.count(1)
+
+
+def graph_pool_handle():
+    """A pool in name only: each recording keeps all memory that it allocates."""
+    return 0, next(pools)
+
+
+class CUDAGraph:
+    """Operations that are run again, on the same memory: device.cpp, section 7."""
+
+    current = None  # the one that records, or is replayed
+    number = 0
+
+    def __init__(self, keep_graph=False):
+        self.collectives = []  # functions that begin one: nccl.py
+
+    def capture_begin(self, pool=None, **options):
+        self.handle = pool or graph_pool_handle()
+        self.number = torch.ops.simgpu.begin_recording()
+        CUDAGraph.current = self
+
+    def capture_end(self):
+        CUDAGraph.current = None
+        torch.ops.simgpu.end_recording(self.number)
+
+    def replay(self):
+        CUDAGraph.current = self
+        torch.ops.simgpu.replay(self.number)
+        CUDAGraph.current = None
+
+    def pool(self):
+        return self.handle
+
+    def reset(self, forget=sim.simgpu_forget):
+        forget(self.number)
+        self.number = 0
+
+    __del__ = reset
+
+
 # ---------- put in torch.cuda's place -----------------------------------------
 
 
@@ -196,7 +240,9 @@ INSTEAD = dict(
     get_device_properties=get_device_properties,
     get_arch_list=lambda: ["sm_90"],
     is_bf16_supported=lambda *args, **kwargs: True,
-    is_current_stream_capturing=lambda: False,
+    CUDAGraph=CUDAGraph,
+    graph_pool_handle=graph_pool_handle,
+    is_current_stream_capturing=lambda: torch.accelerator.current_stream().is_capturing(),
     Stream=Stream,
     Event=Event,
     stream=lambda stream: nullcontext() if stream is None else stream,
@@ -228,6 +274,7 @@ torch.cuda.default_generators = tuple(torch.ops.simgpu.default_generator(i) for 
 torch.backends.cuda.is_built = lambda: True
 torch.UntypedStorage.resize_ = resize_storage
 torch._C._cuda_getCurrentRawStream = lambda index: 0
+torch._C._host_emptyCache = nothing
 for name in ("_cuda_CUDAAllocator_AllocatorState", "_set_cached_tensors_enabled"):
     if not hasattr(torch._C, name):  # torch.compile imports them where there is CUDA
         setattr(torch._C, name, type(name, (), {}))

@@ -10,7 +10,8 @@ before PyTorch can answer there. This file does:
     4. kernels        a CPU's, on the same bytes
     5. attention      flash and memory-efficient, by the CPU's flash kernel; RMS norm
     6. collectives    on a stream of their own, while gloo moves the bytes
-    7. answers        device guard, hooks, generator: what PyTorch asks
+    7. recordings     CUDA graphs: operations that are run again, on the same memory
+    8. answers        device guard, hooks, generator: what PyTorch asks
 
 A tensor on "cuda" has CUDA's device and CUDA's dispatch keys, so autograd, autocast, FSDP and DDP
 treat it as one. Its bytes are in host memory. An operation on it reaches the dispatcher's CUDA key,
@@ -40,7 +41,9 @@ and by a few operations named simgpu::*.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -59,8 +62,8 @@ static int number_of_devices() {
 
 // State is made once and never destroyed: threads of PyTorch's still free tensors while a process
 // ends. One lock guards all of it. It is never held while Python or a kernel is called.
-static std::mutex& lock = *new std::mutex;
-using Locked = std::lock_guard<std::mutex>;
+static std::recursive_mutex& lock = *new std::recursive_mutex;
+using Locked = std::lock_guard<std::recursive_mutex>;
 
 // What Python hears: "race", "wait", "copy" and "free" (see Event in __init__.py). It returns 1 to
 // forbid what happens, as torch.cuda.set_sync_debug_mode("error") does.
@@ -131,6 +134,45 @@ static void launch(StreamId stream, double price = 0) {
 
 static void host_waits_for(const TimeLine& line);  // and so gets late copies: section 3
 
+// What a CUDA graph keeps (section 7).
+struct Recording {
+  StreamId origin;
+  Tensor generator_before;  // its state
+  std::map<std::shared_ptr<void>, std::vector<char>> memory_before;  // and its bytes
+  std::vector<std::function<void()>> steps;
+  std::map<std::string, Tensor> states;  // of the generator, by their bytes while it was recorded
+  bool is_invalid = false;
+};
+static auto& recordings = *new std::map<StreamId, Recording*>;  // of the streams that record now
+static Recording* recording_on(StreamId stream) {
+  Locked l(lock);
+  return recordings[stream];
+}
+static void fail(Recording* recording, int code, const char* why) {  // as CUDA does
+  if (recording) recording->is_invalid = true;
+  throw AcceleratorError({__func__, __FILE__, __LINE__}, code, c10::str("CUDA error: ", why));
+}
+
+struct Event : TimeLine {
+  Recording* recording;
+  StreamId origin;
+};
+static Event event_on(StreamId stream) {
+  Locked l(lock);
+  auto* recording = recordings[stream];
+  return {streams[stream], recording, recording ? recording->origin : stream};
+}
+static void wait_for_event(const Event& event, StreamId stream) {
+  Locked l(lock);
+  auto& recording = recordings[stream];
+  if (recording && recording != event.recording)
+    fail(recording, 905, "dependency created on uncaptured work in another stream");
+  if (event.recording && recordings[event.origin] != event.recording)
+    fail(nullptr, 1, "invalid argument");  // the event's recording is over
+  recording = event.recording;  // from now on the stream takes part in it
+  streams[stream].wait_for(event);
+}
+
 // ---------- 2. memory: of the devices, and pinned; who has touched it last ------------------------
 
 struct Access {
@@ -144,6 +186,7 @@ struct Block {
   size_t size;
   DeviceIndex device;
   StreamId stream;  // where it was allocated, and to whom it goes back
+  std::shared_ptr<void> memory;  // recordings keep it, too
   std::vector<Access> accesses;  // the last ones; older ones lie before these
   std::set<StreamId> recorded;  // by record_stream
 };
@@ -157,7 +200,7 @@ static auto& blocks = *new std::map<const char*, Block>;
 static auto& freed_in_use = *new std::map<StreamId, std::vector<FreedInUse>>;
 static auto& allocated = *new std::map<DeviceIndex, size_t>;
 static auto& peak = *new std::map<DeviceIndex, size_t>;
-
+static auto& kept = *new std::map<DeviceIndex, size_t>;  // that, and what only recordings still use
 
 extern "C" int64_t simgpu_memory_of_a_device;
 int64_t simgpu_memory_of_a_device = int64_t(80) << 30;
@@ -195,19 +238,29 @@ static void require_no_user(StreamId stream, size_t size) {
   tell_races(races);
 }
 
-static void note_block(void* p, size_t size, Device device) {
-  if (!size) return;
+static void forget_block(void* p);
+static DataPtr hand_out(std::shared_ptr<void> memory, size_t size, Device device) {
+  void* p = memory.get();
+  if (!size) return {p, device};
   const auto stream = current(device.index());
   require_no_user(stream, size);
   Locked l(lock);
   devices_used.insert(device.index());
-  blocks[(char*)p] = Block{size, device.index(), stream, {}, {}};
   auto& now = allocated[device.index()];
   now += rounded(size);
+  kept[device.index()] += rounded(size);
+  std::shared_ptr<void> counted(p, [=](void*) mutable {
+    Locked l(lock);
+    kept[device.index()] -= rounded(size);
+    memory.reset();
+  });
+  blocks[(char*)p] = Block{size, device.index(), stream, counted, {}, {}};
   peak[device.index()] = std::max(peak[device.index()], now);
+  return {p, p, &forget_block, device};
 }
 
 static void forget_block(void* p) {
+  std::shared_ptr<void> memory;  // may be freed at the end, without the lock
   Block* block;
   {
     Locked l(lock);
@@ -226,6 +279,7 @@ static void forget_block(void* p) {
     }
   if (!freed.users.seen.empty()) freed_in_use[block->stream].push_back(freed);
   allocated[block->device] -= rounded(block->size);
+  memory = std::move(block->memory);
   blocks.erase((char*)p);
 }
 
@@ -245,27 +299,17 @@ struct DeviceAllocator final : Allocator {
     void* p = aligned_alloc(64, (n + 63) / 64 * 64);
     TORCH_CHECK_WITH(OutOfMemoryError, p, "host memory is out: ", n, " bytes for a simulated GPU");
     memset(p, 0xFF, n);  // NaN, and -1: nobody takes it for zeros
-    note_block(p, n, device);
-    return {p, p, &release, device};
-  }
-  static void release(void* p) {
-    forget_block(p);
-    free(p);
+    return hand_out({p, &free}, n, device);
   }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
 };
 static auto& device_memory = *new DeviceAllocator;
 
 // What a CPU kernel has returned becomes a device's.
-struct Adopted {
-  Storage storage;
-  ~Adopted() { forget_block(storage.mutable_data()); }
-};
 static DataPtr adopt(const Storage& storage, Device device) {
   require_room(storage.nbytes(), device.index());
-  note_block(storage.mutable_data(), storage.nbytes(), device);
-  return DataPtr(
-      storage.mutable_data(), new Adopted{storage}, [](void* a) { delete (Adopted*)a; }, device);
+  std::shared_ptr<void> memory(std::make_shared<Storage>(storage), storage.mutable_data());
+  return hand_out(memory, storage.nbytes(), device);
 }
 
 // Pinned host memory. PyTorch pins powers of two.
@@ -388,6 +432,8 @@ static std::string arrive(const Late& copy) {
 }
 
 static void host_waits_for(const TimeLine& line) {
+  if (auto* recording = recording_on(current(current_device)))
+    fail(recording, 900, "operation not permitted when stream is capturing");
   std::vector<std::string> races;
   std::vector<Late> arrived;  // whose tensors are freed without the lock
   {
@@ -435,6 +481,7 @@ static std::vector<char> as_the_stream_sees(
 }
 
 static Tensor host_view(const Tensor& t, bool keep = true);
+static Tensor frozen(const Tensor& t);
 static double priced(const std::string& name, at::TensorList reads, at::TensorList writes);
 static void settle(const Tensor& t) {
   const auto bytes = bytes_of(t);
@@ -471,10 +518,24 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
 
   const Device device = from.is_cuda() ? from.device() : to.device();
   const StreamId stream = current(device.index());
+  const auto& on_host = from.is_cuda() ? to : from;
+  const bool is_pinned_ = is_pinned(on_host.storage().data());
+  const bool waits = crosses && (!non_blocking || !is_pinned_);
+  auto* recording = recording_on(stream);
+  if (recording) {
+    if (waits) host_waits_for_stream(stream);
+    recording->steps.push_back([to = frozen(to), from = frozen(from), non_blocking]() mutable {
+      copy_(to, from, non_blocking);
+    });
+  }
   launch(stream, priced(name, from, to));
   std::vector<std::string> races;
   touch(from, false, stream, name, races);
   touch(to, true, stream, name, races);
+  if (recording && crosses) {  // the host's memory stays as it is
+    if (to.is_cuda()) memcpy(bytes_of(to).begin, bytes_of(from).begin, bytes_of(to).size);
+    return to;
+  }
   if (!crosses) {
     host_view(to).copy_(host_view(from));
     if (from.device() != to.device())
@@ -484,9 +545,6 @@ static Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   }
 
   const auto source = bytes_of(from), target = bytes_of(to);
-  const auto& on_host = from.is_cuda() ? to : from;
-  const bool is_pinned_ = is_pinned(on_host.storage().data());
-  const bool waits = !non_blocking || !is_pinned_;
   const std::string what = c10::str(
       from.is_cuda() ? "to host " : "to device ", from.sizes(), " ", from.scalar_type(),
       is_pinned_ ? " pinned" : " pageable", non_blocking ? " non_blocking" : "");
@@ -533,13 +591,29 @@ static Tensor tensor_of(Storage storage, DispatchKey key, const Tensor& like) {
 }
 
 // The same bytes as a tensor of the host's. keep: the memory lives as long as this view.
-static Tensor host_view(const Tensor& t, bool keep) {
-  if (!t.defined() || !t.is_cuda()) return t;
-  auto* owner = keep ? new Storage(t.storage()) : nullptr;
-  DataPtr p(t.storage().mutable_data(), owner, [](void* s) { delete (Storage*)s; }, kCPU);
+static Tensor view_of(const Tensor& t, bool keep, Device device) {
+  using Memory = std::shared_ptr<void>;
+  Memory* owner = nullptr;
+  if (keep) {
+    Locked l(lock);
+    auto* block = block_of(t.storage().data());
+    owner = new Memory(block ? block->memory : nullptr);
+  }
+  DataPtr p(t.storage().mutable_data(), owner, [](void* m) { delete (Memory*)m; }, device);
+  Allocator* allocator = device.is_cpu() ? GetCPUAllocator() : &device_memory;
   Storage storage(
-      Storage::use_byte_size_t(), t.storage().nbytes(), std::move(p), GetCPUAllocator(), true);
-  return tensor_of(std::move(storage), DispatchKey::CPU, t);
+      Storage::use_byte_size_t(), t.storage().nbytes(), std::move(p), allocator, true);
+  return tensor_of(
+      std::move(storage), device.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA, t);
+}
+static Tensor host_view(const Tensor& t, bool keep) {
+  return t.defined() && t.is_cuda() ? view_of(t, keep, kCPU) : t;
+}
+// What a recording keeps of a tensor is its place: FSDP frees the memory of tensors that live on. Of
+// a number in host memory it keeps the value.
+static Tensor frozen(const Tensor& t) {
+  if (t.defined() && t.is_cuda()) return view_of(t, true, t.device());
+  return !t.defined() || is_pinned(t.storage().data()) ? t : t.clone();
 }
 
 // Replace each tensor in a value, which may be one, a list of them, or a list of lists.
@@ -574,6 +648,7 @@ struct Operation {
   bool waits = false;
   std::vector<bool> writes;  // for each argument
   int generator = -1;  // which argument
+  bool draws = false;  // random numbers
 };
 
 // The host must know a result's size, or its value.
@@ -586,8 +661,7 @@ static const std::set<std::string> MAY_MIX = {
 
 static const Operation& describe(const OperatorHandle& op) {
   static auto& known = *new std::unordered_map<const FunctionSchema*, Operation>;
-  static auto& known_lock = *new std::mutex;
-  Locked l(known_lock);
+  Locked l(lock);
   auto& schema = op.schema();
   auto [it, is_new] = known.try_emplace(&schema);
   auto& o = it->second;
@@ -598,6 +672,7 @@ static const Operation& describe(const OperatorHandle& op) {
   const auto full_name = o.name + (overload.empty() ? "" : "." + overload);
   o.may_mix = MAY_MIX.count(full_name);
   o.waits = WAITS.count(full_name);
+  o.draws = op.hasTag(at::Tag::nondeterministic_seeded);
   bool writes_any = false, aliases = false;
   for (auto& arg : schema.arguments()) {
     const bool writes = arg.alias_info() && arg.alias_info()->isWrite();
@@ -725,6 +800,17 @@ static at::Generator& default_generator(DeviceIndex i) {
   return all[i];
 }
 
+// A kernel that takes no generator, such as native_dropout's, draws from the host's: so they change
+// places, before it and after.
+static void swap_generators(DeviceIndex i) {
+  auto& host = at::detail::getDefaultCPUGenerator();
+  auto* hosts = (at::CPUGeneratorImpl*)host.unsafeGetGeneratorImpl();
+  auto* ours = (at::CPUGeneratorImpl*)default_generator(i).unsafeGetGeneratorImpl();
+  const auto engine = hosts->engine();
+  hosts->set_engine(ours->engine());
+  ours->set_engine(engine);
+}
+
 // Any operation on tensors of the device comes here, unless it has a function of its own.
 static void run(const OperatorHandle& op, Stack* stack) {
   const auto& operation = describe(op);
@@ -757,13 +843,16 @@ static void run(const OperatorHandle& op, Stack* stack) {
         "found 'cpu' (", operation.name, ")");
     generator.emplace(arg.toGenerator().unsafeGetGeneratorImpl());
   }
+  const bool draws_as_host = operation.draws && operation.generator < 0;
 
   // 2) A CPU's kernel.
   for (auto& arg : args) stack->push_back(std::move(arg));
+  if (draws_as_host) swap_generators(call.device.index());
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(*stack);
   }
+  if (draws_as_host) swap_generators(call.device.index());
   generator.reset();
 
   // 3) Results of the host become the device's.
@@ -952,7 +1041,7 @@ static void wait_for_collectives_on(const void* begin, size_t size) {
 // What NCCL returns.
 struct CollectiveWork final : c10d::Work {
   std::vector<Device> devices;
-  TimeLine end;  // of the collective
+  Event end;  // of the collective
   std::vector<Tensor> kept;  // inputs and outputs, until somebody waits
   intrusive_ptr<ivalue::Future> future;
 
@@ -960,20 +1049,18 @@ struct CollectiveWork final : c10d::Work {
   bool isSuccess() const override { return true; }
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds) override {
-    for (auto& device : devices) {
-      Locked l(lock);
-      streams[current(device.index())].wait_for(end);
-    }
+    for (auto& device : devices) wait_for_event(end, current(device.index()));
     kept.clear();
     return true;
   }
   intrusive_ptr<ivalue::Future> getFuture() override { return future; }
 };
 
-// Called by nccl.py once gloo has begun.
+// Called by nccl.py once gloo has begun. While recording it has not: a replay begins number i.
 static intrusive_ptr<c10d::Work> collective(
     const std::string& name, const std::vector<Tensor>& reads, const std::vector<Tensor>& writes,
-    const intrusive_ptr<c10d::Work>& gloo, int64_t communicator, Device device) {
+    const std::optional<intrusive_ptr<c10d::Work>>& gloo, int64_t i, int64_t communicator,
+    Device device) {
   static auto& names = *new std::set<std::string>;
   const std::string* kept_name;
   {
@@ -982,26 +1069,34 @@ static intrusive_ptr<c10d::Work> collective(
   }
   auto work = make_intrusive<CollectiveWork>();
   work->devices = {device};
-  InFlight flight{gloo, {}};
+  InFlight flight{gloo.value_or(nullptr), {}};
   for (auto* tensors : {&reads, &writes})
     for (auto& t : *tensors) {
       flight.bytes.push_back(bytes_of(t));
       work->kept.push_back(t);
     }
   const StreamId stream = stream_of(device.index(), FIRST_OF_NCCL + communicator);
-  {
+  wait_for_event(event_on(current(device.index())), stream);
+  if (auto* recording = recording_on(stream)) {
+    std::vector<Tensor> from, to;
+    for (auto& t : reads) from.push_back(frozen(t));
+    for (auto& t : writes) to.push_back(frozen(t));
+    recording->steps.push_back([=] {
+      static const auto begin = Dispatcher::singleton()
+          .findSchemaOrThrow("simgpu::begin", "")
+          .typed<intrusive_ptr<c10d::Work>(int64_t)>();
+      for (auto* tensors : {&from, &to}) std::for_each(tensors->begin(), tensors->end(), settle);
+      collective(name, from, to, begin.call(i), i, communicator, device)->wait(kNoTimeout);
+    });
+  } else {
     Locked l(lock);
     in_flight.push_back(flight);
-    streams[stream].wait_for(streams[current(device.index())]);
   }
   launch(stream, priced(name, reads, writes));
   std::vector<std::string> races;
   for (auto& t : reads) touch(t, false, stream, *kept_name, races);
   for (auto& t : writes) touch(t, true, stream, *kept_name, races);
-  {
-    Locked l(lock);
-    work->end = streams[stream];
-  }
+  work->end = event_on(stream);
   // A future of CUDA's notes the current stream when it is completed, and makes who waits for it, or
   // goes on from it, wait for that: here NCCL's stream, and after it DDP's hooks.
   work->future = make_intrusive<ivalue::Future>(
@@ -1014,9 +1109,116 @@ static intrusive_ptr<c10d::Work> collective(
   return work;
 }
 
-// ---------- 7. answers: device guard, hooks, generator --------------------------------------------
+// ---------- 7. recordings: CUDA graphs, operations that are run again, on the same memory ---------
+//
+// CUDA runs nothing while it records. Here operations run, on their streams, so that results have
+// sizes and races are found; but collectives send nothing, and in the end memory and the generator
+// are put back. A replay runs the operations in their order, as work of one stream: with the numbers
+// that they had, on the memory that they had. Autograd, autocast and Python have no part in it.
 
-using Event = TimeLine;
+static std::vector<Tensor> tensors_in(ArrayRef<IValue> values) {
+  std::vector<Tensor> all;
+  for (IValue value : values)
+    replace_tensors(value, [&](const Tensor& t) { return all.emplace_back(t); });
+  return all;
+}
+
+// A replay draws its own random numbers, in the recording's order, and goes back to an earlier state
+// of the generator where the recording did (recomputation in backward). It knows which one by the
+// bytes that the state had in the recording.
+static std::string bytes_of(const at::Generator& generator) {
+  const auto state = generator.get_state();
+  return std::string((char*)state.data_ptr(), state.nbytes());
+}
+static void note_state(Recording* recording, const at::Generator& generator) {
+  const auto bytes = bytes_of(generator);
+  recording->states[bytes];
+  recording->steps.push_back([=] { recording->states[bytes] = generator.get_state(); });
+}
+static void take_state(Recording* recording, at::Generator generator) {
+  const auto bytes = bytes_of(generator);
+  TORCH_CHECK(
+      recording->states.count(bytes), "CUDAGeneratorImpl::set_current_seed can be called during "
+      "stream capture only if new seed is the same as the original seed.");
+  recording->steps.push_back([=]() mutable { generator.set_state(recording->states[bytes]); });
+}
+
+using Kernel = void (*)(const OperatorHandle&, Stack*);
+template <Kernel kernel>
+static void recorded(const OperatorHandle& op, Stack* stack) {
+  auto* recording = recording_on(current(current_device));
+  if (!recording || describe(op).is_view) return kernel(op, stack);
+  auto last = torch::jit::last(*stack, op.schema().arguments().size());
+  Stack args(last.begin(), last.end());
+  const bool draws = describe(op).draws;
+  if (draws) take_state(recording, default_generator(current_device));
+  kernel(op, stack);
+  last = torch::jit::last(*stack, op.schema().returns().size());
+  Stack results(last.begin(), last.end());
+  for (auto* values : {&args, &results})
+    for (auto& value : *values) replace_tensors(value, frozen);
+  recording->steps.push_back([=, results = tensors_in(results)] {
+    Stack stack = args;
+    kernel(op, &stack);
+    const auto made = tensors_in(stack);
+    for (size_t i = 0; i < made.size(); i++) {
+      Tensor to = results[i];
+      if (to.defined() && to.storage().data() != made[i].storage().data()) copy_(to, made[i], false);
+    }
+  });
+  if (draws) note_state(recording, default_generator(current_device));
+}
+
+static int64_t begin_recording() {
+  const auto stream = current(current_device);
+  TORCH_CHECK(
+      stream % STREAMS_OF_A_DEVICE, "CUDA graphs must be captured on a non-default stream. "
+      "(However, after capture, it's ok to replay them on the default stream.)");
+  Locked l(lock);
+  auto* recording = new Recording{stream, default_generator(current_device).get_state()};
+  for (auto& [p, block] : blocks)
+    if (block.device == current_device)
+      recording->memory_before[block.memory].assign(p, p + block.size);
+  note_state(recording, default_generator(current_device));
+  recordings[stream] = recording;
+  return (int64_t)recording;
+}
+
+static void end_recording(int64_t number) {
+  auto* recording = (Recording*)number;
+  Locked l(lock);
+  const auto& origin = streams[recording->origin];
+  bool is_joined = true;
+  for (auto& [stream, its_recording] : recordings) {
+    if (its_recording != recording) continue;
+    const auto count = streams[stream].seen[stream];
+    is_joined &= !count || origin.knows(stream, count) || host.knows(stream, count);
+    its_recording = nullptr;
+  }
+  host.wait_for(origin);  // for nothing: nothing has run
+  auto& before = recording->memory_before;
+  for (auto& [memory, bytes] : before) memcpy(memory.get(), bytes.data(), bytes.size());
+  for (auto& [p, block] : blocks)
+    if (block.device == current_device && !before.count(block.memory))
+      memset((char*)p, 0xFF, block.size);
+  before.clear();
+  take_state(recording, default_generator(current_device));
+  default_generator(current_device).set_state(recording->generator_before);
+  if (!is_joined) fail(recording, 904, "capturing stream has unjoined work");
+  if (recording->is_invalid)
+    fail(recording, 901, "operation failed due to a previous error during capture");
+}
+
+static void replay(int64_t number) {
+  auto* recording = (Recording*)number;
+  TORCH_CHECK(
+      recording && !recording->is_invalid,
+      "Called CUDAGraph::replay without a preceding successful capture.");
+  at::AutoDispatchBelowADInplaceOrView below;
+  for (auto& step : recording->steps) step();
+}
+
+// ---------- 8. answers: device guard, hooks, generator --------------------------------------------
 
 struct Guard final : impl::DeviceGuardImplInterface {
   static Device of(Device d) { return d.has_index() ? d : Device(kCUDA, current_device); }
@@ -1055,14 +1257,13 @@ struct Guard final : impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const Stream& s, const DeviceIndex, const EventFlag) const override {
-    Locked l(lock);
     if (!*event) *event = new Event;
-    *(Event*)*event = streams[id(s)];
+    *(Event*)*event = event_on(id(s));
   }
   void block(void* event, const Stream& s) const override {
-    Locked l(lock);
-    if (event) streams[id(s)].wait_for(*(Event*)event);
+    if (event) wait_for_event(*(Event*)event, id(s));
   }
+  bool isStreamCapturing(const Stream& s) const override { return recording_on(id(s)); }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete (Event*)event;
   }
@@ -1155,6 +1356,7 @@ struct Hooks final : at::CUDAHooksInterface {
 struct HostTimer final : c10d::Timer {
   explicit HostTimer(Device) {}
   std::optional<int64_t> measureDifference(Event a, Event b) override {
+    host_waits_for({});  // CUDA's does: DDP may not be recorded while it measures
     return getTimeRef(b) - getTimeRef(a);
   }
 };
@@ -1232,9 +1434,13 @@ TORCH_LIBRARY(simgpu, m) {
   m.def("borrowed(Tensor t) -> Tensor");
   m.def(
       "collective(str name, Tensor[] reads, Tensor[] writes, "
-      "__torch__.torch.classes.c10d.Work gloo, int communicator, Device device) -> "
+      "__torch__.torch.classes.c10d.Work? gloo, int i, int communicator, Device device) -> "
       "__torch__.torch.classes.c10d.Work",
       collective);
+  m.def("begin(int i) -> __torch__.torch.classes.c10d.Work");  // Python's
+  m.def("begin_recording() -> int", begin_recording);
+  m.def("end_recording(int number) -> ()", end_recording);
+  m.def("replay(int number) -> ()", replay);
   m.def("default_generator(int i) -> Generator?", [](int64_t i) {
     return std::optional<at::Generator>(default_generator(i));
   });
@@ -1292,16 +1498,16 @@ static void install(bool replace) {
            "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
            "_scaled_dot_product_efficient_attention",
            "_scaled_dot_product_efficient_attention_backward"})
-    implement(name, CppFunction::makeFromBoxedFunction<&attention>());
+    implement(name, CppFunction::makeFromBoxedFunction<&recorded<&attention>>());
 
   for (auto* name : {"_fused_rms_norm", "_fused_rms_norm_backward"})
-    implement(name, CppFunction::makeFromBoxedFunction<&rms_norm>());
+    implement(name, CppFunction::makeFromBoxedFunction<&recorded<&rms_norm>>());
 
   // Everything else. A CPU build has no kernels for CUDA, so a fallback takes all; a CUDA build's are
   // replaced one by one. But in a CPU build PyTorch would compose some of others before it comes to
   // the fallback: `x += y` of a sum and a copy, the gradient of SiLU with five tensors in between. So
   // what has one kernel on a CPU has one here, and so has what only a GPU has one for.
-  library("_").fallback(CppFunction::makeFromBoxedFunction<&run>());
+  library("_").fallback(CppFunction::makeFromBoxedFunction<&recorded<&run>>());
   for (auto& name : Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto short_name = name.name.substr(6) +
@@ -1313,7 +1519,7 @@ static void install(bool replace) {
     const bool has_kernel = on_gpu_alone || op->hasKernelForDispatchKey(DispatchKey::CPU) ||
         (replace && op->hasKernelForDispatchKey(DispatchKey::CUDA));
     if (!has_kernel) continue;
-    aten.impl(short_name.c_str(), CppFunction::makeFromBoxedFunction<&run>());
+    aten.impl(short_name.c_str(), CppFunction::makeFromBoxedFunction<&recorded<&run>>());
   }
 }
 
@@ -1328,11 +1534,16 @@ void simgpu_install(int replace) { install(replace); }
 void simgpu_listen(Listener l) { listener = l; }
 void simgpu_price(int on) { is_priced = on; }
 int64_t simgpu_allocated(int device) { Locked l(lock); return allocated[device]; }
+int64_t simgpu_kept(int device) { Locked l(lock); return kept[device]; }
 int64_t simgpu_peak(int device) { Locked l(lock); return peak[device]; }
 void simgpu_reset_peak(int device) { Locked l(lock); peak[device] = allocated[device]; }
 int64_t simgpu_pinned() { Locked l(lock); return pinned_now; }
 int64_t simgpu_pinned_peak() { Locked l(lock); return pinned_peak; }
 void simgpu_reset_pinned_peak() { Locked l(lock); pinned_peak = pinned_now; }
+void simgpu_forget(int64_t recording) {
+  wait_for_collectives_on(nullptr, SIZE_MAX);
+  delete (Recording*)recording;
+}
 int64_t simgpu_late() { Locked l(lock); return late.size(); }
 int simgpu_used(int device) { Locked l(lock); return devices_used.count(device); }
 double simgpu_elapsed(void* from, void* to) {

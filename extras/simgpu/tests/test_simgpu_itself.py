@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from harness import built, on_ranks, steps, values
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recompute
 
+import fsdp
 import saves
 from data.loader import Batches
 from optimizer import LossScaler
@@ -379,6 +381,222 @@ def losses_are_added_up_with_their_graphs(tmp, right):
     return "" if peak < 7 * weight.nbytes else f"too much: {peak}"
 
 
+# ---------- CUDA graphs -------------------------------------------------------
+
+
+def record(function, stream=None, graph=None):
+    """(the recording, what the function returned)."""
+    stream = stream or side_stream()
+    graph = graph or torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):  # torch 2.13 stays on it if the recording fails
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = function()
+    return graph, result
+
+
+@bug("value", "nan")
+def a_result_is_read_before_the_first_replay(tmp, right):
+    graph, result = record(lambda: cuda(3).sum())
+    if right:
+        graph.replay()
+    return result.item()
+
+
+@bug("value", "3.0")
+def a_number_of_the_host_is_recorded(tmp, right):
+    x, scale = cuda(3), cuda(()) if right else 1.0
+    graph, result = record(lambda: (x * scale).sum())
+    scale *= 2
+    graph.replay()
+    return result.item()
+
+
+@bug("value", "3.0")
+def an_input_is_not_copied_into_place(tmp, right):
+    x = cuda(3)
+    graph, result = record(lambda: x.sum())
+    batch = 2 * cuda(3)
+    if right:
+        x.copy_(batch)
+    else:
+        x = batch
+    graph.replay()
+    return result.item()
+
+
+@bug("value", "None")
+def gradients_are_dropped_between_replays(tmp, right):
+    weight = cuda(3, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    graph, _ = record(lambda: weight.sum().backward())
+    assert weight.grad.tolist() == [0, 0, 0]  # recording has added nothing
+    if right:
+        weight.grad.zero_()
+    else:
+        weight.grad = None
+    graph.replay()
+    return f"gradient: {weight.grad}"
+
+
+def drops(x):
+    """Recomputed in backward, so the generator goes back."""
+    y = recompute(lambda x: F.dropout(F.dropout(x, 0.5) * x, 0.5), x, use_reentrant=False)
+    y.sum().backward()
+
+
+@bug("value", "another mask")
+def the_seed_is_set_after_the_replay(tmp, right):
+    x = cuda(64, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+    graph, _ = record(lambda: drops(x))
+    torch.manual_seed(1 if right else 2)
+    graph.replay()
+    torch.manual_seed(1)
+    replayed, x.grad = x.grad, None
+    drops(x)
+    return "" if replayed.equal(x.grad) else "another mask"
+
+
+@bug("error", "only if new seed is the same")
+def a_recorded_function_sets_the_seed(tmp, right):
+    def draw(seeds):
+        if seeds:
+            torch.manual_seed(1)
+        return torch.rand(3, device="cuda")
+
+    record(lambda: draw(seeds=not right))
+
+
+NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
+
+
+@bug("error", "CUDA error: operation failed due to a previous error during capture")
+def a_wait_in_a_recording_is_caught(tmp, right):
+    def ask(x):
+        try:
+            return x if right else x.item()
+        except torch.AcceleratorError as e:
+            assert str(e).startswith(NOT_PERMITTED)
+
+    x = cuda(())
+    record(lambda: ask(x))
+
+
+def fails_in_a_recording(function, stream=None):
+    """Raise what the function has raised. (A recording that went wrong raises an error of its own
+    at its end.)"""
+    try:
+        record(function, stream)
+    except RuntimeError as e:
+        raise e.__context__ or e
+
+
+@bug("error", NOT_PERMITTED)
+def a_recording_decides_by_a_tensor(tmp, right):
+    x = cuda(3)
+    fails_in_a_recording(lambda: torch.where(x > 0, x, 0) if right else x[x > 0])
+
+
+@bug("error", NOT_PERMITTED)
+def a_recording_copies_from_pageable_memory(tmp, right):
+    x = torch.ones(3, pin_memory=right)
+    fails_in_a_recording(lambda: x.to("cuda", non_blocking=True))
+
+
+@bug("error", NOT_PERMITTED)
+def a_recording_synchronizes(tmp, right):
+    event = torch.cuda.Event()
+    event.record()
+    if right:
+        event.synchronize()
+    fails_in_a_recording(lambda: right or event.synchronize())
+
+
+@bug("error", "CUDA graphs must be captured on a non-default stream")
+def a_recording_is_on_the_default_stream(tmp, right):
+    record(lambda: cuda(3), side_stream() if right else torch.cuda.default_stream())
+
+
+@bug("error", "dependency created on uncaptured work in another stream")
+def a_recording_waits_for_an_earlier_event(tmp, right):
+    """As FSDP2 does for a unit that was gathered before, and not waited for."""
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait():
+        if right:
+            event.record()
+        torch.cuda.current_stream().wait_event(event)
+
+    fails_in_a_recording(wait)
+
+
+@bug("error", "CUDA error: invalid argument")
+def an_event_of_a_recording_is_waited_for_later(tmp, right):
+    event = torch.cuda.Event()
+    record(lambda: event.record())
+    if right:
+        event.record()
+    torch.cuda.current_stream().wait_event(event)
+
+
+@bug("error", "Called CUDAGraph::replay without a preceding successful capture")
+def a_failed_recording_is_replayed(tmp, right):
+    graph, x = torch.cuda.CUDAGraph(), cuda(())
+    try:
+        record(lambda: right or x.item(), graph=graph)
+    except torch.AcceleratorError:
+        pass
+    graph.replay()
+
+
+@bug("error", "capturing stream has unjoined work")
+def a_recording_leaves_a_stream_behind(tmp, right):
+    def work():
+        stream = side_stream()
+        with torch.cuda.stream(stream):
+            cuda(3)
+        if right:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    record(work)
+
+
+@bug("error", "stale reference to the default stream")
+def a_first_backward_was_on_the_default_stream(tmp, right):
+    """There gradients are added up from then on, while somebody keeps that node, as DDP does.
+    PyTorch says so by itself, as it asks whether a stream is recorded."""
+    weight, stream = cuda(3, requires_grad=True), side_stream()
+    with torch.cuda.stream(stream if right else torch.cuda.default_stream()):
+        kept = weight.sum()
+    fails_in_a_recording(lambda: (kept + weight.sum()).backward(), stream)
+
+
+@bug("race", "add_ writes a tensor")
+def a_replay_does_not_wait_for_its_input(tmp, right):
+    x = cuda(3)
+    graph, _ = record(lambda: x.add_(1))
+    stream = side_stream()
+    x.mul_(2)
+    if right:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.replay()
+
+
+@bug("error", "CUDA error: operation failed due to a previous error during capture")
+def ddp_is_recorded_before_its_11_steps(tmp, right):
+    """It takes the time of the first ten, for which the host waits."""
+    stream = side_stream()
+    with torch.cuda.stream(stream):
+        run = built(tmp, device="cuda", strategy="ddp", gradient_accumulation_steps=2)
+        x, y, _ = run.batches.get(0, 0)
+        for _ in range(11 if right else 3):
+            run.wrapped(x, y)[1].backward()
+        torch.cuda.synchronize()
+        record(lambda: run.wrapped(x, y)[1].backward(), stream)
+
+
 # ---------- the test ----------------------------------------------------------
 
 
@@ -450,12 +668,99 @@ def case_facts(device):
         allocated=allocated >= mine.nbytes, other=other)
 
 
+def case_kept(device):
+    """Bytes that a recording keeps, and that are left when it is gone; does anybody get them?"""
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    before = simgpu.device.simgpu_kept(rank)
+    allocated = torch.cuda.memory_allocated()
+    graph, tensors = record(lambda: [cuda(1000) for _ in range(4)])
+    places = {t.data_ptr() for t in tensors}
+    tensors.clear()
+    given = {t.data_ptr() for t in [cuda(1000) for _ in range(8)]}
+    kept = simgpu.device.simgpu_kept(rank) - before
+    del graph
+    return dict(
+        kept=kept, left=simgpu.device.simgpu_kept(rank) - before, given=len(places & given),
+        allocated=torch.cuda.memory_allocated() - allocated)
+
+
+def train_steps(run, numbers, recordings=None):
+    """[[loss, norm]] of these steps, each of two micro-batches, as train.train_step does them.
+    recordings: each micro-batch is recorded once and replayed, {its number: (graph, loss, input)}.
+    """
+    def forward_backward(x, y):
+        loss = run.wrapped(x, y)[1] / 2
+        loss.backward()
+        return loss.detach()
+
+    seen = []
+    for number in numbers:
+        total = torch.zeros((), device="cuda")
+        for micro in range(2):
+            fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=micro == 1)
+            batch = run.batches.get(number, micro)[:2]
+            if recordings is not None and micro not in recordings:
+                own = [t.clone() for t in batch]
+                recordings[micro] = *record(
+                    functools.partial(forward_backward, *own), torch.cuda.current_stream()), own
+            torch.manual_seed(10 * number + 2 * micro + dist.get_rank())
+            if recordings is None:
+                total += forward_backward(*batch)
+                continue
+            graph, loss, own = recordings[micro]
+            torch._foreach_copy_(own, batch)
+            graph.replay()
+            total += loss
+        norm = fsdp.clip_grad_norm(run.wrapped, run.cfg.grad_clip)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=False)
+        seen.append([total, norm])
+    return seen
+
+
+def case_recorded(tmp, warm_up, **keys):
+    """Steps as they are and recorded, with an evaluation among them: their numbers and weights, and
+    what a replay shows the host."""
+    torch.cuda.set_device(dist.get_rank())
+    runs = []
+    with torch.cuda.stream(side_stream()):
+        for recordings in (None, {}):
+            run = built(tmp, gradient_accumulation_steps=4, n_embd=48, **keys)
+            numbers = train_steps(run, range(warm_up))
+            with simgpu.watch() as first:
+                numbers += train_steps(run, [warm_up], recordings)
+            with fsdp.inference(run.wrapped):
+                x, y, _ = run.batches.read(0, 0)
+                numbers.append([run.wrapped(x, y)[1]])
+            with simgpu.watch() as seen:
+                numbers += train_steps(run, range(warm_up + 1, warm_up + 4), recordings)
+            weights = [getattr(p, "_local_tensor", p) for p in run.model.parameters()]
+            runs.append(dict(
+                numbers=[[n.item() for n in some] for some in numbers],
+                weights=[w.detach().double().sum().item() for w in weights],
+                races=list(map(str, first.races + seen.races)),
+                waits=list(map(str, seen.waits)),
+                collectives=[event.what for event in seen.collectives]))
+    return runs
+
+
+WAYS = {
+    "full_shard": dict(
+        strategy="full_shard", dropout=0.1, activation_checkpointing="full", warm_up=3),
+    "ddp": dict(strategy="ddp", dtype="bfloat16", warm_up=11),
+}
+
+
 @pytest.fixture(scope="module")
 def said(tmp):
     cases = {f"{name} {right}": (case_bug, dict(tmp=tmp, name=name, right=right, device="cuda"))
              for name in BUGS for right in (True, False)}
     cases["kernels"] = case_kernels, dict(device="cuda")
     cases["facts"] = case_facts, dict(device="cuda")
+    cases["kept"] = case_kept, dict(device="cuda")
+    for way, keys in WAYS.items():
+        cases[way] = case_recorded, dict(tmp=tmp, device="cuda", **keys)
     return on_ranks(2, cases)
 
 
@@ -484,6 +789,20 @@ def test_simgpu_runs_one_kernel_where_a_gpu_does(said):
         "chunk_cat": [["_chunk_cat", 2, 1]],
         "silu's gradient": [["silu_backward", 2, 1]],
     }
+
+
+def test_simgpu_a_recording_keeps_its_memory_as_long_as_it_lives(said):
+    for rank in values(said, "kept"):
+        assert rank == dict(kept=4 * 4096, left=0, given=0, allocated=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_simgpu_a_recorded_step_is_the_ordinary_one(said, way):
+    """To the last bit, with dropout and recomputation, autocast, FSDP2's and DDP's streams."""
+    for ordinary, recorded in values(said, way):
+        assert len(ordinary["collectives"]) > 3
+        assert recorded == ordinary
+        assert recorded["races"] == recorded["waits"] == []
 
 
 @pytest.mark.parametrize("name", BUGS)
