@@ -597,6 +597,21 @@ def ddp_is_recorded_before_its_11_steps(tmp, right):
         record(lambda: run.wrapped(x, y)[1].backward(), stream)
 
 
+@bug("value", "the first weights")
+def fsdp2s_first_forward_is_recorded(tmp, right):
+    """It pads the rows of a rank that has fewer: a copy, which each replay repeats."""
+    with torch.cuda.stream(side_stream()):
+        run = built(tmp, device="cuda", strategy="full_shard")
+        x, y, _ = run.batches.get(0, 0)
+        if right:
+            run.wrapped(x, y)[1].backward()
+        graph, _ = record(lambda: run.wrapped(x, y)[1].backward(), torch.cuda.current_stream())
+        rows = [p.to_local().detach() for p in run.model.parameters()]
+        torch._foreach_zero_(rows)
+        graph.replay()
+        return "the first weights" if any(t.any() for t in rows) else ""
+
+
 # ---------- the test ----------------------------------------------------------
 
 
