@@ -7,7 +7,6 @@ one. The others fail as in a CPU build.
 """
 
 import ctypes
-import itertools
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -176,12 +175,7 @@ def manual_seed(seed):
 
 # ---------- CUDA graphs -------------------------------------------------------
 
-pools = itertools.count(1)
-
-
-def graph_pool_handle():
-    """A pool in name only: each recording keeps all memory that it allocates."""
-    return 0, next(pools)
+POOL = 0, 0  # in name only: each recording keeps all memory that it allocates
 
 
 class CUDAGraph:
@@ -194,7 +188,6 @@ class CUDAGraph:
         self.collectives = []  # functions that begin one: nccl.py
 
     def capture_begin(self, pool=None, **options):
-        self.handle = pool or graph_pool_handle()
         self.number = torch.ops.simgpu.begin_recording()
         CUDAGraph.current = self
 
@@ -208,7 +201,7 @@ class CUDAGraph:
         CUDAGraph.current = None
 
     def pool(self):
-        return self.handle
+        return POOL
 
     def reset(self, forget=sim.simgpu_forget):
         forget(self.number)
@@ -241,7 +234,7 @@ INSTEAD = dict(
     get_arch_list=lambda: ["sm_90"],
     is_bf16_supported=lambda *args, **kwargs: True,
     CUDAGraph=CUDAGraph,
-    graph_pool_handle=graph_pool_handle,
+    graph_pool_handle=lambda: POOL,
     is_current_stream_capturing=lambda: torch.accelerator.current_stream().is_capturing(),
     Stream=Stream,
     Event=Event,
