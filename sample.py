@@ -24,7 +24,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
 from fsdp import autocast
 from ranks import World, pick_device, run
-from start import open_start, with_own_files
+from start import open_source, with_own_files
 from train import meta_model, parallelize, set_values
 
 
@@ -147,7 +147,7 @@ def main(argv):
     flags = [f"--{key}={getattr(args, key)}" for key in keys]
     cfg = load_config(["--compile=False", *flags])
     world = World(device=pick_device(cfg.device))
-    source, _ = open_start(cfg, world)
+    source = open_source(cfg, world)
     if source is None:
         raise SystemExit(
             f"init_from={args.init_from}: no model to sample from in out_dir={args.out_dir}; "

@@ -17,19 +17,25 @@ from ranks import from_rank0, print0
 
 
 def open_start(cfg, world):
-    """Open what cfg.init_from names (all ranks). Returns (source, resumed): source is None when
+    """Open the run's starting point (all ranks). Returns (source, resumed): source is None when
     starting from scratch; resumed is True if the run continues, False if it only takes the
     weights."""
-    if cfg.init_from == "scratch":
-        return None, False
-    if cfg.init_from not in ("resume", "auto"):
-        return open_weights(cfg.init_from, world, "init_from"), False
-    source = checkpoint.find(cfg.out_dir, world)
+    source = open_source(cfg, world)
     if source is None and cfg.init_from == "resume":
         raise SystemExit(
-            f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or pass "
-            "another --out_dir")
-    return source, source is not None
+            f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or auto to "
+            "resume only if there is one")
+    return source, source is not None and cfg.init_from in ("resume", "auto")
+
+
+def open_source(cfg, world):
+    """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
+    there is no checkpoint."""
+    if cfg.init_from == "scratch":
+        return None
+    if cfg.init_from not in ("resume", "auto"):
+        return open_weights(cfg.init_from, world, "init_from")
+    return checkpoint.find(cfg.out_dir, world)
 
 
 def open_weights(name, world, wanted_by):

@@ -30,7 +30,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, encoder, gpt2_bpe, name_of
 from extras.hf_tokenizer import BESIDE, local_copy
 from ranks import World, first_line, run
-from start import open_start, with_own_files
+from start import open_source, with_own_files
 
 # ---------- their names and ours ----------------------------------------------
 
@@ -518,7 +518,9 @@ def main(argv):
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--adapter", action="store_true", help="write LoRA's alone, for peft")
     args = parser.parse_args(argv)
-    source, _ = open_start(Config(init_from="resume", out_dir=args.out_dir), World())
+    source = open_source(Config(init_from="resume", out_dir=args.out_dir), World())
+    if source is None:
+        raise SystemExit(f"{args.out_dir}: no checkpoint there")
     if args.adapter:
         export_adapter(source, args.directory)
         print(f"{source.path} -> {args.directory}, for PeftModel.from_pretrained")

@@ -508,7 +508,7 @@ def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
         p = script("extras/huggingface.py", out, tmp_path / name, *flags)
         assert p.returncode == 0, p.stderr
     gpt = huggingface.open_pretrained(str(tmp_path / "merged"))
-    source, _ = start.open_start(load_config([f"--init_from={out}"]), World())
+    source = start.open_source(load_config([f"--init_from={out}"]), World())
     whole = huggingface.merged(source)
     assert gpt.shapes.keys() == whole.shapes.keys() - {"model.lm_head.weight"}
     for key in gpt.shapes:
