@@ -133,6 +133,8 @@ class Config:
     #   auto: the fastest safe one
     loss_scale: Scale = 65536.0  # float16's initial scale; the run then adjusts it
     compile: bool = True  # torch.compile: takes a minute, then runs faster; turn off for short runs
+    cuda_graph: bool = False  # record a GPU's work in a step once, and replay it: faster where the
+    #   GPU waits for the CPU, and takes more memory (docs/switches.md)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
     # --- sharding
     strategy: Literal[("", *STRATEGIES)] = ""  # empty: full_shard under torchrun, else single.
@@ -418,7 +420,13 @@ def resolve(cfg, world, distributed=None):
     if STRATEGIES[strategy].in_groups:
         group = group or world.local_size
     spelled_out = replace(
-        cfg, strategy=strategy, dtype=dtype, grad_sync=grad_sync, shard_group_size=group)
+        cfg,
+        strategy=strategy,
+        dtype=dtype,
+        grad_sync=grad_sync,
+        shard_group_size=group,
+        cuda_graph=cfg.cuda_graph and world.device.type == "cuda",
+    )
     for key, wrong, remedy in conflicts(spelled_out, cfg, world, distributed):
         if wrong:
             mode = f"strategy={strategy} on {world.device.type}, world size {world.size}"
@@ -461,6 +469,9 @@ def conflicts(cfg, asked, world, distributed):
          f"it computes in {cfg.dtype}; use --frozen_dtype=float32, or --dtype={cfg.frozen_dtype}"),
         ("cpu_offload", cfg.cpu_offload and cfg.dtype == "float8",
          "float8's scales and weights would be on two devices; use --dtype=bfloat16"),
+        ("cuda_graph", cfg.cuda_graph and (
+            cfg.cpu_offload or cfg.activation_offload or cfg.dtype == "float8"),
+         "offloading and float8 cannot be recorded; use --cuda_graph=False"),
         ("activation_offload", cfg.activation_offload and (cfg.compile or mode != "full"),
          "it moves the inputs that checkpointing keeps; use --activation_checkpointing=full "
          "--compile=False"),

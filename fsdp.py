@@ -44,7 +44,8 @@ backward, or with set_grad_sync to the end of the step's last one. All ranks mus
 units in the same order. If one skips a block, they mix rows of different blocks without an error;
 checks.check_units finds that.
 
-docs/fsdp.md walks through a step; docs/your_model.md lists what FSDP2 requires of your model.
+docs/fsdp.md walks through a step; docs/your_model.md lists what FSDP2 requires of your model. If
+the GPU waits for the host, recorded.py records such a step.
 """
 
 import math
@@ -310,9 +311,11 @@ def set_grad_sync(
         root.set_reshard_after_backward(is_last_micro_batch, recurse=keep_gathered)
 
 
-def zero_grad(wrapped, optimizer):
-    """Clear the gradients. DDP's are views of its buckets, so zero them in place."""
-    optimizer.zero_grad(set_to_none=not isinstance(wrapped, DistributedDataParallel))
+def zero_grad(wrapped, optimizer, in_place: bool = False):
+    """Clear the gradients. in_place: keep their memory, as a recorded step needs it, and DDP: its
+    gradients are views of its buckets."""
+    in_place = in_place or isinstance(wrapped, DistributedDataParallel)
+    optimizer.zero_grad(set_to_none=not in_place)
 
 
 @torch.no_grad()
@@ -357,13 +360,13 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
 
 
 @contextmanager
-def inference(wrapped):
-    """Evaluate or generate inside: eval mode, no gradients. On exit no unit stays gathered, and
-    each module returns to its previous mode. All ranks must run the same forwards, since a
-    forward gathers. (With reshard_after_forward=n each rank keeps its 1/n of every unit, in
-    param_dtype, until the next backward.)"""
+def inference(wrapped, training: bool = False):
+    """Evaluate or generate inside: eval mode (or training mode), no gradients. On exit no unit
+    stays gathered, and each module returns to its previous mode. All ranks must run the same
+    forwards, since a forward gathers. (With reshard_after_forward=n each rank keeps its 1/n of
+    every unit, in param_dtype, until the next backward.)"""
     modes = {module: module.training for module in wrapped.modules()}
-    wrapped.eval()
+    wrapped.train(training)
     try:
         # Leave any inference_mode: the next backward couldn't use copies gathered in it.
         with torch.inference_mode(False), torch.no_grad():

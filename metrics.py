@@ -133,6 +133,8 @@ def describe(cfg, model, batches, source, world):
             yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
+    elif cfg.frozen_dtype != "float32":
+        yield f"frozen_dtype={cfg.frozen_dtype} does nothing here: no parameter is frozen"
     start = source or getattr(cfg.sizes, "opened", None)  # a model file may have opened one
     if start:
         step = start.header["iter_num"]

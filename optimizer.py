@@ -87,9 +87,6 @@ class LossScaler:
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps; Log.step reports and resets it
 
-    def scaled(self, loss):
-        return loss * self.scale if self.enabled else loss
-
     def accepts(self, norm):
         """True if the optimizer may take its step. norm: the gradient norm over all ranks."""
         if not self.enabled:
@@ -110,7 +107,7 @@ class LossScaler:
         return dict(scale=self.scale, _growth_tracker=self.good_steps) if self.enabled else {}
 
     def load_state_dict(self, state):
-        if self.enabled:
+        if self.enabled and state:
             self.scale = state["scale"]
             self.good_steps = state["_growth_tracker"]
 

@@ -162,6 +162,10 @@ def pick_device(name, local_rank=None):
         # Against fragmentation, unless the user set the allocator's options.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        # Below compute capability 10 NCCL cannot register such memory for CUDA graphs (PyTorch
+        # issue 158029).
+        if torch.cuda.get_device_capability(index) < (10, 0):
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.cuda.set_device(index)  # before anything else, or every rank starts on GPU 0
         return torch.device("cuda", index)
     if kind == "mps" and not has_mps:

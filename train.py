@@ -40,6 +40,7 @@ from ranks import (
     run,
     setup,
 )
+from recorded import Recorded
 from start import final_config, open_start
 
 # ---------- build: model, strategy, optimizer, values -------------------------
@@ -49,6 +50,8 @@ def build(model, cfg, world, source=None):
     """Allocate a model from the meta device, and load its values from `source` or initialize them
     (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the
     model itself."""
+    if cfg.cuda_graph:  # a recording takes one stream from the start, and not the default one
+        torch.cuda.set_stream(torch.cuda.Stream())
     # 1) Allocate memory, for the whole model or for this rank's rows.
     wrapped = parallelize(model, cfg, world)
     # 2) Make the optimizer before any forward: a forward leaves the root gathered, and its
@@ -84,13 +87,9 @@ def meta_model(cfg):
         model.get_parameter(name).requires_grad_(False)
     if cfg.freeze:
         freeze(model, cfg.freeze)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    if cfg.frozen_dtype != "float32" and not frozen:
-        raise SystemExit(
-            f"frozen_dtype={cfg.frozen_dtype}: this run freezes nothing; use --freeze, or "
-            "--frozen_dtype=float32")
-    for p in frozen:
-        p.data = p.data.to(DTYPES[cfg.frozen_dtype])
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(DTYPES[cfg.frozen_dtype])
     checks.before_sharding(model)
     return model
 
@@ -186,13 +185,34 @@ def make_optimizer(model, cfg):
 # ---------- one step, one evaluation ------------------------------------------
 
 
-def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
+def micro_batch(wrapped, cfg, world):
+    """The function that train_step calls for each micro-batch: (x, y, weight) -> its part of the
+    step's loss, a 0-d tensor. It adds to the gradients. With cuda_graph it is recorded."""
+    accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches per rank
+
+    def forward_backward(x, y, weight):
+        with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
+            # Keep only the loss: holding the logits would keep their memory. FSDP and DDP average
+            # over ranks; dividing by accumulation averages over micro-batches.
+            loss = wrapped(x, y)[1] * weight / accumulation
+        if torch.is_grad_enabled():  # False where a replay is compared with this function
+            loss.backward()
+        return loss.detach()
+
+    if cfg.cuda_graph:
+        return Recorded(forward_backward, accumulation, lambda: fsdp.inference(wrapped, True))
+    return forward_backward
+
+
+def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward=None):
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
+    forward_backward: from micro_batch; a recorded one is kept from step to step.
 
     Returns this rank's loss (average it over ranks for the step's loss) and the global gradient
     norm before clipping. Both are 0-d tensors: reading them waits for the device.
     """
-    accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches per rank
+    forward_backward = forward_backward or micro_batch(wrapped, cfg, world)
+    accumulation = cfg.gradient_accumulation_steps // world.size
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
     every = cfg.grad_sync == "every"
@@ -207,24 +227,19 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world):
         number = micro * world.size + world.rank
         torch.manual_seed(derive_seed(cfg.seed, step, number))
         x, y, weight = batches.get(step, micro)
-        with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
-            # Keep only the loss: holding the logits would keep their memory.
-            loss = wrapped(x, y)[1]
-        # FSDP and DDP average over ranks; dividing by accumulation averages over micro-batches.
         # weight is n / mean(n): n targets count in this micro-batch, and the mean is over all
         # micro-batches of the step (data/loader.py). So each target of the step counts equally.
-        loss = loss * weight / accumulation
-        # Fetch the next micro-batch while the GPU runs forward. Any later may be too late: after a
-        # logged step the GPU's queue is empty.
+        # A tensor, since a recording would keep a number. (`full` does not wait for the GPU.)
+        weight = torch.full((), weight * scaler.scale, device=world.device)
+        step_loss += forward_backward(x, y, weight)
+        # Fetch the next micro-batch while the GPU works on this one.
         batches.prefetch_next(step, micro)
-        scaler.scaled(loss).backward()
-        step_loss += loss.detach()
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scaler.scale)
     # float16: if a gradient overflowed on any rank, all ranks skip the step.
     if scaler.accepts(norm):
         optimizer.step()
-    fsdp.zero_grad(wrapped, optimizer)
-    return step_loss, norm
+    fsdp.zero_grad(wrapped, optimizer, in_place=cfg.cuda_graph)
+    return step_loss / scaler.scale, norm
 
 
 def evaluate(wrapped, batches, cfg, world):
@@ -280,9 +295,9 @@ def train(cfg):
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
+    forward_backward = micro_batch(wrapped, cfg, world)
     scaler = LossScaler(cfg)  # for float16
-    if source and source.header.get("scaler"):
-        scaler.load_state_dict(source.header["scaler"])
+    scaler.load_state_dict(source.header.get("scaler") if source else None)
     for line in describe(cfg, model, batches, source, world):
         print0(world, line)
     # eval_only leaves the directory as it is.
@@ -333,7 +348,8 @@ def train(cfg):
             break
 
         # Else one optimizer step.
-        loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
+        loss, norm = train_step(
+            wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward)
         if optimizer.state and not is_checked:  # float16 may have skipped the first steps
             checks.after_first_step(model, optimizer)
             is_checked = True

@@ -106,7 +106,7 @@ class Batches:
             # Else x would cut numbers to whole ones, and mean_targets would count other targets.
             left = files.count(windows) if files.masks else targets.numel()
             is_typed = (inputs.dtype, targets.dtype) == (x.dtype, y.dtype)
-            if not is_typed or (targets != -1).sum() != left:
+            if not is_typed or np.count_nonzero(targets.numpy() != -1) != left:
                 raise SystemExit(
                     f"{type(files).__name__}: batch() must give int64, and -1 as a target only if "
                     "masks is true and counts has how many are left; see docs/fork.md")

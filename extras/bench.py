@@ -30,7 +30,7 @@ from metrics import flops_per_token, gpu_memory, peak_flops, peak_memory
 from optimizer import LossScaler
 from ranks import print0, run, setup
 from start import with_vocabulary
-from train import build, meta_model, train_step
+from train import build, meta_model, micro_batch, train_step
 
 
 def main(argv):
@@ -101,9 +101,11 @@ def training(cfg, world):
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(meta_model(cfg), cfg, world)
     scaler = LossScaler(cfg)
+    forward_backward = micro_batch(wrapped, cfg, world)
     for step in count():
         start = perf_counter()
-        loss, _ = train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
+        loss, _ = train_step(
+            wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward)
         loss.item()  # synchronization point: all that was queued is done
         yield 1e3 * (perf_counter() - start)
 

@@ -516,8 +516,8 @@ def built(tmp, **overrides):
     model = train.meta_model(cfg)
     wrapped, optimizer = train.build(model, cfg, world)
     return types.SimpleNamespace(
-        world=world, cfg=cfg, wrapped=wrapped, model=model,
-        optimizer=optimizer, batches=open_batches(cfg, world))
+        world=world, cfg=cfg, wrapped=wrapped, model=model, optimizer=optimizer,
+        batches=open_batches(cfg, world), micro_batch=train.micro_batch(wrapped, cfg, world))
 
 
 def steps(run, first=0, n=1, scaler=None):
@@ -525,7 +525,8 @@ def steps(run, first=0, n=1, scaler=None):
     scaler = scaler or LossScaler(run.cfg)
     for step in range(first, first + n):
         loss, norm = train.train_step(
-            run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world)
+            run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
+            getattr(run, "micro_batch", None))
     return loss.item(), norm.item()
 
 

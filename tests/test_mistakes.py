@@ -75,7 +75,6 @@ train.py TOY
   --dataset=ODD/short; --block_size=100000 | lower it
   --freeze=nothing; --freeze=. | names look like transformer.
   --freeze=( | regular expression
-  --dtype=bfloat16 --frozen_dtype=bfloat16 | use --freeze
   --optimizer=sdg | no sdg.py
   --device=cuda:99 | --device=cpu
   --init_from=resume | use scratch

@@ -186,6 +186,7 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
               patch.object(ranks, "open_group"), patch.object(ranks, "patient_group"),
               patch.object(ranks, "connect"), patch.object(torch.cuda, "set_device"),
               patch.object(torch.cuda, "is_available", lambda: gpus > 0),
+              patch.object(torch.cuda, "get_device_capability", lambda index: (9, 0)),
               patch.object(torch.cuda, "device_count", lambda: gpus)):
             try:
                 seen.append(ranks.setup("auto", "auto").device.type)
@@ -255,6 +256,7 @@ def test_ranks_of_gpus_allocate_in_segments_that_grow(monkeypatch, asked, found)
     seen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda index: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
     assert ranks.pick_device("cuda").type == "cuda" and seen == [found]

@@ -199,7 +199,8 @@ def that_know_strategies_by_name(paths):
 
 
 GROUND = {
-    "model", "fsdp", "activations", "checks", "optimizer", "ranks", "configurator", "data"}
+    "model", "fsdp", "recorded", "activations", "checks", "optimizer", "ranks", "configurator",
+    "data"}
 
 
 def test_house_the_ground_floor_knows_only_torch():

@@ -287,11 +287,12 @@ def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
 
 
 @pytest.mark.parametrize("keys, said", [
+    (dict(dtype="bfloat16", frozen_dtype="bfloat16"), "no parameter is frozen"),
     ({}, ""), (dict(warmup_iters=5), "never reached"), (dict(warmup_iters=4), ""),
     (dict(warmup_iters=4, lr_decay_iters=4), "never reached"),
     (dict(warmup_iters=4, lr_decay_iters=4, lr_schedule="constant"), ""),
     (dict(warmup_iters=8, decay_lr=False), ""), (dict(lr_decay_iters=4), "from step lr_decay")])
-def test_start_says_what_becomes_of_the_learning_rate(tmp, keys, said):
+def test_start_says_what_a_key_does_not_do(tmp, keys, said):
     cfg = tiny(tmp, **keys)
     world, batches = World(), SimpleNamespace(parts=[])
     lines = [*metrics.describe(cfg, train.meta_model(cfg), batches, None, world)][1:]
@@ -373,8 +374,8 @@ def test_loop_stops_evaluates_and_saves_in_this_order(tmp, capsys, signal_at, ex
         assert "--init_from=auto" in capsys.readouterr().out
 
 
-def test_step_fetches_the_next_micro_batch_before_backward(tmp, monkeypatch):
-    """Later the GPU's queue may be empty."""
+def test_step_fetches_the_next_micro_batch_while_the_gpu_works(tmp, monkeypatch):
+    """On the last one's backward, which the host has only launched."""
     run, events = built(tmp, gradient_accumulation_steps=2), []
 
     def told(call):
@@ -387,7 +388,7 @@ def test_step_fetches_the_next_micro_batch_before_backward(tmp, monkeypatch):
         monkeypatch.setattr(Batches, call.__name__, told(call))
     monkeypatch.setattr(torch.Tensor, "backward", told(torch.Tensor.backward))
     steps(run)
-    assert events == 2 * ["get", "prefetch_next", "backward"]
+    assert events == 2 * ["get", "backward", "prefetch_next"]
 
 
 def test_loop_without_checkpoints_says_that_nothing_was_saved(tmp, capsys):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from extras.gpu_report import programs
 
-GPT2 = ["config/train_gpt2.py", "--batch_size=12", "--dtype=bfloat16"]
-XL = ["config/train_gpt2_xl.py", "--batch_size=4", "--dtype=bfloat16"]
+ORDINARY, RECORDED = "--cuda_graph=False", "--cuda_graph=True"
+GPT2 = ["config/train_gpt2.py", "--batch_size=12", "--dtype=bfloat16", ORDINARY]
+XL = ["config/train_gpt2_xl.py", "--batch_size=4", "--dtype=bfloat16", ORDINARY]
 LLAMA_1B = ["extras/config/llama_1b.py", "--dtype=bfloat16"]
 # Where 1B does not fit: GPT-2 medium.
 GPT2_350M = [
@@ -41,8 +42,9 @@ class Row:
     needs: str = ""  # why this machine cannot run it
 
     @property
-    def is_compiled(self):
-        return bool(self.keys) and "--compile=False" not in self.keys
+    def has_planned_peak(self):
+        """The plan does not know what compiling saves, and what a recording keeps."""
+        return "--compile=False" in self.keys and RECORDED not in self.keys
 
 
 def rows(n, tiny, simulated, nanogpt, gpu=None, torchao="some"):
@@ -89,6 +91,9 @@ def rows(n, tiny, simulated, nanogpt, gpu=None, torchao="some"):
         one("124M compiled", "target on an H100: 375,000 tokens/s", GPT2, matters=True),
         one("124M", "peak beside the plan's, which does not know what compiling saves", GPT2,
             uncompiled, matters=True),
+        step("124M full_shard", "of the next row", GPT2, "--strategy=full_shard"),
+        step("124M full_shard recorded", "target: the time of 124M compiled", GPT2,
+             "--strategy=full_shard", RECORDED, matters=True),
         other("124M beside nanoGPT", "target: 1.03 x its tokens/s", 1, 240, programs.nanogpt,
               needs="" if nanogpt else "pass --nanogpt=DIR"),
         other("Shakespeare to the end", "an outcome: nanoGPT's train.py and ours, side by side", 1,
@@ -109,8 +114,11 @@ def rows(n, tiny, simulated, nanogpt, gpu=None, torchao="some"):
         one("XL single", "of the next row", XL, uncompiled, seconds=120),
         step("XL full_shard uncompiled", "target: 1.10 x the time of XL single", XL,
              "--strategy=full_shard", uncompiled, seconds=120),
+        step("XL full_shard recorded", "target: the time of XL single; and its memory", XL,
+             "--strategy=full_shard", uncompiled, RECORDED, seconds=120, matters=True),
         step("XL full_shard on one rank", "what compiling by block saves", XL,
              "--strategy=full_shard", seconds=120),
+        sharded("recorded", "what the host takes of full_shard", RECORDED),
         sharded("uncompiled", "peak beside the plan's", uncompiled),
         sharded("selective", "checkpointing", uncompiled,
                 "--activation_checkpointing=selective"),

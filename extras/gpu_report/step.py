@@ -24,7 +24,7 @@ from metrics import flops_per_token, peak_flops  # noqa: E402
 from optimizer import LossScaler  # noqa: E402
 from ranks import run, setup  # noqa: E402
 from start import with_vocabulary  # noqa: E402
-from train import build, meta_model, train_step  # noqa: E402
+from train import build, meta_model, micro_batch, train_step  # noqa: E402
 
 WARM_UP = 3  # steps that build, compile and connect
 
@@ -38,16 +38,21 @@ def measured(cfg, world, steps, trace):
     wrapped, optimizer = build(model, cfg, world)
     built = outside_pytorch(world)
     scaler = LossScaler(cfg)
+    forward_backward = micro_batch(wrapped, cfg, world)
 
     def take(step):
-        return train_step(wrapped, optimizer, scaler, batches, step, cfg, world)
+        return train_step(
+            wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward)
 
-    for step in range(WARM_UP):
+    warm_up = WARM_UP
+    if cfg.cuda_graph:
+        warm_up += forward_backward.warm_up  # it is recorded then, and compared once
+    for step in range(warm_up):
         loss, _ = take(step)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     events = []
-    for step in range(WARM_UP, WARM_UP + steps):
+    for step in range(warm_up, warm_up + steps):
         begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         begin.record()
         loss, _ = take(step)
@@ -64,8 +69,9 @@ def measured(cfg, world, steps, trace):
         if peak:
             found["MFU"] = flops_per_token(meta_model(cfg), world) * found["tok/s"] / peak
     stats = torch.cuda.memory_stats()
+    # A recording keeps what it takes: it is reserved, and in no tensor.
     memory = dict(
-        peak=stats["allocated_bytes.all.peak"],
+        peak=stats[f"{'reserved' if cfg.cuda_graph else 'allocated'}_bytes.all.peak"],
         valley=stats["allocated_bytes.all.current"],
         reserved=stats["reserved_bytes.all.peak"],
         outside_before=before,
@@ -82,7 +88,7 @@ def measured(cfg, world, steps, trace):
     if trace:
         with torch.profiler.profile() as profiler:
             for step in (0, 1):
-                take(WARM_UP + steps + step)
+                take(warm_up + steps + step)
             torch.cuda.synchronize()
         found["gathers_hidden"] = hidden_share(profiler.events())
     return found

@@ -41,7 +41,8 @@ def page(report, table):
         f"{gpus[0]['memory'] / GIB:.0f} GiB per GPU, {machine['cores']} cores, "
         f"{machine['host_memory'] / GIB:.0f} GiB of host memory; {', '.join(versions)}.",
         f"Memory is in {'MiB' if unit is MIB else 'GiB'}; ratios are measured / planned. Compiling "
-        "saves memory that the plan does not know of, so peaks of compiled rows have no ratio.",
+        "saves memory that the plan does not know of, and a recording keeps some (its peak is what "
+        "is reserved), so compiled and recorded rows have no ratio of peaks.",
         "",
     ]
     if report["tiny"]:
@@ -77,7 +78,7 @@ def step_line(row, kept, unit):
     mfu = measured.get("MFU")
     hidden = measured.get("gathers_hidden")
     peaks = beside(measured["peak"], predicted.get("peak"), unit)
-    if row.is_compiled:
+    if not row.has_planned_peak:
         peaks[2] = ""
     cells = [
         row.name,

@@ -117,6 +117,9 @@ def step(wrapped, model, cfg, world, ledger):
             ledger.label("host", state, pinned=False)  # no GPU copies it
         else:
             ledger.label("optimizer", state)
+    if cfg.cuda_graph:  # a recorded step keeps its gradients
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
     if cfg.dtype == "float8":
         named_file("dtype=float8", "float8").scale_each_step(model, optimizer)
 
@@ -134,7 +137,8 @@ def step(wrapped, model, cfg, world, ledger):
         prefetch_next=lambda step, micro: None,
     )
     scaler = LossScaler(replace(cfg, dtype="float32"))  # the norm has no value to look at
-    train.train_step(wrapped, optimizer, scaler, batches, 0, cfg, world)
+    forward_backward = train.micro_batch(wrapped, replace(cfg, cuda_graph=False), world)
+    train.train_step(wrapped, optimizer, scaler, batches, 0, cfg, world, forward_backward)
     return ledger.timeline()  # now: afterwards the optimizer's memory is freed
 
 

@@ -36,6 +36,7 @@ from harness import (
     values,
 )
 from test_cuda import case_training, trainings
+from test_recorded import case_recorded
 from torch.distributed.tensor.debug import CommDebugMode
 
 from extras import muon
@@ -300,3 +301,10 @@ def test_cuda_trains_with_muon_as_a_cpu_does(tmp, device):
         for name in runs:
             rows = np.array(values(results, name)[0])
             assert rows == pytest.approx(np.array(expected), rel=2e-5), name
+
+
+def test_cuda_recorded_step_with_muon_is_the_ordinary_one(tmp):
+    kwargs = dict(tmp=tmp, device="cuda", **ZERO3, **MUON)
+    cases = {str(key): (case_recorded, dict(kwargs, cuda_graph=key)) for key in (False, True)}
+    results = on_ranks(2, cases)
+    assert values(results, "True") == values(results, "False")

@@ -106,8 +106,8 @@ def test_house_has_few_floors_and_no_circle():
     found = house(CORE)
     assert floors(found) <= 5
     core = [room for room in found if f"`{room}.py`" in read("README.md")]  # not your own model
-    assert sum(len(found[room]) for room in core) <= 34
-    assert max(map(len, found.values())) <= 12
+    assert sum(len(found[room]) for room in core) <= 35
+    assert max(map(len, found.values())) <= 13
 
 
 def test_house_fork_names_all_that_know_strategies_by_name():

@@ -1,0 +1,104 @@
+"""
+Record what a function has the GPU do, and replay it: one launch by the host instead of thousands.
+It helps where the GPU waits for the host. It imports only torch, so you can copy it into your own
+project, beside fsdp.py, whose loop then reads:
+
+    torch.cuda.set_stream(torch.cuda.Stream())  # first of all
+    ...                                         # mesh, model, shard, optimizer
+
+    def forward_backward(x, y):
+        loss = my_loss(model(x).float(), y) / n
+        loss.backward()
+        return loss.detach()
+
+    forward_backward = Recorded(forward_backward, per_step=n)  # n micro-batches
+    for batches in steps:
+        for i, (x, y) in enumerate(batches):
+            set_grad_sync(model, is_last_micro_batch=i + 1 == n)
+            loss = forward_backward(x, y)
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        zero_grad(model, optimizer, in_place=True)
+    del forward_backward  # before dist.destroy_process_group()
+
+The first calls run the function as it is: they compile it, connect its groups and make gradients.
+Then it is recorded. A replay runs the same kernels on the same memory, and nothing else. So the
+function
+- takes tensors of the same shapes in each call, and returns one, which a later call overwrites;
+- decides nothing on the host: no .item(), no `if tensor:`, no layer dropped by Python's random, and
+  no number that differs from call to call, unless it is passed as a tensor;
+- finds its parameters and gradients where they were: zero gradients in place;
+- runs on one stream, which is not the default one, from the start of the run.
+The GPU's random numbers follow the torch.manual_seed before the call.
+"""
+
+import os
+import traceback
+
+import torch
+
+TORCH = os.path.dirname(torch.__file__)
+
+
+class Recorded:
+    """function(*tensors) -> tensor, recorded as CUDA graphs and replayed. SystemExit if it cannot
+    be recorded, or decides something on the host; the line says where.
+
+    per_step: calls in a step. The first and the last have a recording of their own, and those
+        between share one: FSDP2's first forward gathers the root, its last backward frees it.
+    without_backward: function that returns a context in which `function` runs without gradients.
+        The step after the recording compares one result with its replay's: what was decided while
+        recording would otherwise be replayed for ever, in silence.
+    warm_up: steps that run the function as it is. DDP takes 11, and FSDP2 one.
+    """
+
+    def __init__(self, function, per_step=1, without_backward=None, warm_up=12):
+        self.function = function
+        self.per_step = per_step
+        self.without_backward = without_backward
+        self.warm_up = warm_up
+        self.calls = 0
+        self.recordings = {}  # {which: (graph, its inputs, its result)}
+        self.pool = torch.cuda.graph_pool_handle()  # one for all: a step replays them in order
+
+    def __call__(self, *tensors):
+        step, i = divmod(self.calls, self.per_step)
+        self.calls += 1
+        if step < self.warm_up:
+            return self.function(*tensors)
+        which = i == 0, i == self.per_step - 1
+        if which not in self.recordings:
+            self.recordings[which] = self.record(tensors)
+        graph, inputs, result = self.recordings[which]
+        for own, given in zip(inputs, tensors):
+            own.copy_(given)
+        is_compared = self.without_backward and i == 0 and step == self.warm_up + 1
+        if is_compared:
+            # The replay draws the same random numbers again.
+            with torch.random.fork_rng([torch.cuda.current_device()]), self.without_backward():
+                expected = self.function(*tensors)
+        graph.replay()
+        # 1%: compiled without a backward, a function may round otherwise in bf16.
+        if is_compared and not torch.allclose(result, expected, rtol=0.01, equal_nan=True):
+            raise SystemExit(
+                f"a replay's result is {result:.4f}, and the function's {expected:.4f}: it decides "
+                "something on the host, so don't record it (--cuda_graph=False)")
+        return result
+
+    def record(self, tensors):
+        inputs = [t.clone() for t in tensors]
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        try:
+            # thread_local: NCCL's watchdog may ask the GPU something meanwhile.
+            with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
+                result = self.function(*inputs)
+        except RuntimeError as e:
+            while e.__context__:  # the end of a failed recording fails too
+                e = e.__context__
+            calls = traceback.extract_tb(e.__traceback__)
+            call = [call for call in calls if not call.filename.startswith(TORCH)][-1]
+            raise SystemExit(
+                f"{call.filename}:{call.lineno} cannot be recorded ({str(e).splitlines()[0]}): "
+                "don't record it (--cuda_graph=False)")
+        return graph, inputs, result
