@@ -5,13 +5,14 @@ ValueError that names the mistake. This file imports only torch: copy it along w
     checks.before_sharding(model)
     shard(model, ...)
     optimizer = ...
-    checks.after_building(model, optimizer)
+    checks.after_building(model, optimizer)  # what else it trains follows: (..., my_loss)
     optimizer.step()  # the first one
     checks.after_first_step(model, optimizer)
     with checks.check_units(model):  # for a few steps of a new model: it is slow
         ...                          # train
 """
 
+import math
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -23,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 
 def before_sharding(model):
-    """Raise if a parameter or buffer has no values, or if a trained parameter's updates would be
-    rounded."""
+    """Raise if a parameter or buffer has no values, if a trained parameter's updates would be
+    rounded, or if the ranks have different values (collective, where a process group is open)."""
     for name, p in model.named_parameters():
         if isinstance(p, torch.nn.UninitializedParameter):
             raise ValueError(
@@ -36,6 +37,25 @@ def before_sharding(model):
                 f"the buffer {name} is on the meta device and has no values: compute it in "
                 "forward, set it to a tensor with values, or build the model on the CPU")
     refuse_rounding(model)
+    if dist.is_initialized():
+        refuse_different_values(model)
+
+
+def refuse_different_values(model):
+    """FSDP2 broadcasts nothing: each rank keeps rows of its own model."""
+    sums = {}
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        has_all = not t.is_meta and not isinstance(t, DTensor)
+        real = torch.view_as_real(t) if t.is_complex() else t
+        sums[name] = real.detach().sum(dtype=torch.float64).item() if has_all else math.nan
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, list(sums.values()))
+    for name, *values in zip(sums, *of_ranks):
+        # allclose: machines of two kinds may round differently.
+        if not torch.allclose(torch.tensor(values), torch.tensor(values[0]), equal_nan=True):
+            raise ValueError(
+                f"{name} differs between ranks (the sums of its values are {values[:8]}): build "
+                "the model with one seed on all ranks, and call manual_seed(seed + rank) later")
 
 
 def refuse_rounding(model):
@@ -47,15 +67,21 @@ def refuse_rounding(model):
                 "what to compute in")
 
 
-def after_building(model, optimizer):
-    """Raise if the optimizer was made before `shard`, and so would train nothing, or if a trained
-    parameter's updates would be rounded: somebody called model.to(torch.bfloat16) after `shard`."""
+def after_building(model, optimizer, *others):
+    """Raise if the optimizer trains a parameter that neither the model nor the other modules
+    have, or if a trained parameter's updates would be rounded: somebody called
+    model.to(torch.bfloat16) after `shard`."""
+    owned = {p for module in (model, *others) for p in module.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if not set(held).intersection(model.parameters()):
+    strange = [tuple(p.shape) for p in held if p.requires_grad and p not in owned]
+    if strange:
         raise ValueError(
-            "the optimizer holds none of the model's parameters, and trains nothing: make it "
-            "after `shard`, which replaces them")
-    refuse_rounding(model)
+            f"the optimizer trains {len(strange)} parameters that are not the model's, with shapes "
+            f"{strange[:3]}. Either it was made before `shard`, which replaces them: make it "
+            "after. Or they are of another module, such as a loss, and each rank would train its "
+            "own: put it into the model, or shard it too and pass it to after_building")
+    for module in (model, *others):
+        refuse_rounding(module)
 
 
 def after_first_step(model, optimizer):
@@ -81,8 +107,8 @@ def after_first_step(model, optimizer):
 @contextmanager
 def check_units(model):
     """Inside, the ranks compare every unit's forward and backward, and all raise if they differ.
-    They also raise if a unit changes a list or dict that was passed to it, because FSDP2 passes a
-    copy. Each comparison waits for all ranks, so use it for a few steps."""
+    They also raise if a unit changes a list or dict that FSDP2 has copied for it, as it does where
+    a policy casts. Each comparison waits for all ranks, so use it for a few steps."""
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -107,18 +133,19 @@ def compare_ranks(event, is_mistake=False):
 
 def watch_unit(unit, name):
     """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
-    given = []
+    passed, given = [], []
 
-    def before_gather(unit, args):
+    def before_gather(unit, args, kwargs):
+        passed[:] = contents(args, kwargs)
         compare_ranks(f"forward of {name}")
 
     def before_forward(unit, args, kwargs):
-        given[:] = [*leaves(args), *leaves(kwargs)]  # FSDP2 has just made these copies
+        given[:] = contents(args, kwargs)  # copies, if FSDP2 has made some just now
 
     def after_forward(unit, args, kwargs, output):
-        left = [*leaves(args), *leaves(kwargs)]
         # The same objects?
-        if list(map(id, left)) != list(map(id, given)):
+        is_copy = list(map(id, passed)) != list(map(id, given))
+        if is_copy and list(map(id, contents(args, kwargs))) != list(map(id, given)):
             compare_ranks(
                 f"{name} changed a list or dict that it was given. That is FSDP2's copy, "
                 "so its caller does not see it: return the new object instead",
@@ -136,10 +163,14 @@ def watch_unit(unit, name):
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     return [
-        unit.register_forward_pre_hook(before_gather, prepend=True),
+        unit.register_forward_pre_hook(before_gather, prepend=True, with_kwargs=True),
         unit.register_forward_pre_hook(before_forward, with_kwargs=True),
         unit.register_forward_hook(after_forward, prepend=True, with_kwargs=True),
     ]
+
+
+def contents(args, kwargs):
+    return [x for arg in (*args, *kwargs.values()) for x in leaves(arg)]
 
 
 def leaves(x):

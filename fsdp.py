@@ -14,6 +14,7 @@ imports only torch (2.13 or later), so you can copy it into your own project:
     # Make it before any forward: afterwards the root's parameters are gathered copies, and the
     # optimizer would update those instead of this rank's rows.
     optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(seed + dist.get_rank())  # only now: each rank's own dropout and noise
     for batches in steps:  # each rank has its own: see PyTorch's DistributedSampler
         for i, (x, y) in enumerate(batches):
             # With several micro-batches: in the last one hybrid sharding's groups reduce, and the
@@ -27,9 +28,11 @@ imports only torch (2.13 or later), so you can copy it into your own project:
         zero_grad(model, optimizer)
     with inference(model):
         logits = model(x)  # on every rank, since a forward gathers
-    # On every rank too: rank 0 gets tensors, the others None. (named_parameters() has no buffers,
-    # and a tied parameter under one name only.)
-    state = {name: gather_full(t) for name, t in model.state_dict().items()}
+    # On every rank too: rank 0 gets tensors, the others None. A tied parameter comes under all its
+    # names. (A model may have a state_dict() of its own, with other things in it.)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    state = {name: gather_full(t) for name, t in tensors}
+    dist.destroy_process_group()  # gloo may abort here: rather dist.barrier(), then os._exit(0)
 
 A *unit* is a module that `fully_shard` was called on: its parameters are gathered, and
 their gradients reduced, in one collective. PyTorch's hooks do this, not code in this file:
@@ -68,9 +71,9 @@ from torch.nn.parallel import DistributedDataParallel
 def make_mesh(device_type: str, shard_group_size: int = 0):
     """The ranks as a DeviceMesh (collective). They share one copy of the model, split along the
     dimension "shard". With shard_group_size=n (hybrid sharding) each group of n neighbours shares
-    its own copy; the groups form the dimension "replicate"."""
+    its own copy; the groups form the dimension "replicate", if there are several."""
     world_size = dist.get_world_size()
-    if not shard_group_size:
+    if shard_group_size in (0, world_size):
         return dist.init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     if world_size % shard_group_size:
         raise ValueError(f"{world_size} ranks do not divide into groups of {shard_group_size}")
@@ -100,15 +103,17 @@ def shard(
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
     In place (all ranks).
 
-    model: in fp32; frozen parameters may be in bf16.
+    model: in fp32 or float64; frozen parameters may be in bf16.
         For parameters on the meta device, this allocates this rank's rows, uninitialized. Others
         keep their values, which must be the same on every rank; each rank keeps its rows.
         Buffers are not sharded. They keep their values and move to the device; one on the meta
         device stays there.
-    units: modules, inner before outer; the root unit holds every other parameter. Tied parameters
-        must be in one unit, or in the root. A module that several units use must be a unit itself.
+    units: modules, inner before outer, or lists of modules that are one unit, such as
+        [norm, head]; the root unit holds every other parameter. Tied parameters must be in one
+        unit, or in the root. A module that several units use must be a unit itself.
     mesh: from make_mesh, or your own; its last dimension shards.
-    mp_policy: from mixed_precision, or your own; None for fp32.
+    mp_policy: from mixed_precision, or your own. With None nothing is cast: each parameter
+        computes in its own type.
     reshard_after_forward: free a unit after its forward and gather it again for backward
         (ZeRO-3), or keep it until backward (ZeRO-2). With an int n, each group of n neighbours
         keeps one copy in param_dtype, split among them, for backward (ZeRO++'s hpZ).
@@ -119,13 +124,14 @@ def shard(
     """
     units = list(units)
     # An embedding's backward does not read its table. (A subclass with its own forward might.)
-    tables = [unit for unit in units if type(unit).forward is torch.nn.Embedding.forward]
+    embed = torch.nn.Embedding.forward
+    tables = [unit for unit in units if getattr(type(unit), "forward", None) is embed]
     offloaded = evenly(units, cpu_offload)
     if cpu_offload == 1:
         offloaded.append(model)
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     on_device = OffloadPolicy()
-    common = dict(mesh=mesh, mp_policy=mp_policy or mixed_precision(torch.float32))
+    common = dict(mesh=mesh, mp_policy=mp_policy or MixedPrecisionPolicy())
     marks = {n: marks_of(p) for n, p in model.named_parameters(remove_duplicate=False)}
 
     # 1) Shard the units, then the root, which takes everything else.
@@ -151,7 +157,8 @@ def shard(
     # 2) Materialize: allocate memory, only now and only for this rank's rows.
     for unit in [*units, model]:
         # Inner units come first. Outer ones then skip them: they are no longer on meta.
-        materialize(unit, "cpu" if unit in offloaded else mesh.device_type)
+        module = unit if isinstance(unit, torch.nn.Module) else torch.nn.ModuleList(unit)
+        materialize(module, "cpu" if unit in offloaded else mesh.device_type)
     for name, p in model.named_parameters():
         vars(p).update(marks[name])  # FSDP2 and materialize made new parameters
 
@@ -212,8 +219,9 @@ def evenly(units, fraction):
 
 def prefetch(model, units, n):
     """Before a unit's forward, gather the next n too; before its backward, the previous n."""
+    first = [unit if isinstance(unit, torch.nn.Module) else unit[0] for unit in units]
     # Registration order, which we assume is forward order. Nearest first.
-    ordered = [module for module in model.modules() if module in units]
+    ordered = [module for module in model.modules() if module in first]
     for i, unit in enumerate(ordered):
         unit.set_modules_to_forward_prefetch(ordered[i + 1:i + 1 + n])
         unit.set_modules_to_backward_prefetch(ordered[max(0, i - n):i][::-1])
@@ -362,9 +370,9 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
 @contextmanager
 def inference(wrapped, training: bool = False):
     """Evaluate or generate inside: eval mode (or training mode), no gradients. On exit no unit
-    stays gathered, and each module returns to its previous mode. All ranks must run the same
-    forwards, since a forward gathers. (With reshard_after_forward=n each rank keeps its 1/n of
-    every unit, in param_dtype, until the next backward.)"""
+    stays gathered, and each module's train() is called with its previous mode. All ranks must run
+    the same forwards, since a forward gathers. (With reshard_after_forward=n each rank keeps its
+    1/n of every unit, in param_dtype, until the next backward.)"""
     modes = {module: module.training for module in wrapped.modules()}
     wrapped.train(training)
     try:
@@ -372,8 +380,8 @@ def inference(wrapped, training: bool = False):
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        for module, mode in modes.items():
+            module.train(mode)  # a model may have its own, and do more; outer modules come first
             if isinstance(module, FSDPModule):
                 # A forward without backward leaves the root gathered (with ZeRO-2, every unit),
                 # and the next optimizer step would not update that copy.

@@ -63,7 +63,7 @@ def tokens(step, i, rank):
     generator = torch.Generator().manual_seed(100 * step + 10 * i + rank)
     return torch.randint(50, (2, 3, 8), generator=generator)  # x, y
 
-STEPS, MICRO_BATCHES = 3, 2
+STEPS, MICRO_BATCHES, seed = 3, 2, 0
 '''
 ON_RANKS = '''
 import checks
@@ -155,6 +155,7 @@ def test_alone_it_shards_another_model(tmp_path):
     of docs/your_model.md: resuming, an average of the weights, another method than forward."""
     program = PROGRAM + ON_RANKS.replace("DOCSTRING", docstring_lines())
     program = program.replace("DOCUMENTED", documented_lines())
+    program = re.sub(r"dist.destroy_process_group\(\).*\n", "", program, count=1)  # it goes on
     for printed, here in {'"nccl"': '"gloo"', '"cuda"': '"cpu"',
                           "torch.bfloat16": "torch.float32"}.items():
         assert printed in program
@@ -319,6 +320,74 @@ def case_table():
     return three_steps(model, inputs())
 
 
+class Tied(nn.Module):
+    """A table and a head that share their weight, and a norm between them: one unit, as a list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.table = nn.Linear(12, 12, bias=False)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def case_lists(offload, prefetch_units):
+    """[the norms of three steps, units, is the weight still one?] where some units are lists."""
+    with torch.device("meta"):
+        model = Tied()
+    together = [model.table, model.norm, model.head]
+    units = [model.layers[0], (model.layers[1], model.layers[2]), together]
+    fsdp.shard(model, units, fsdp.make_mesh("cpu"), cpu_offload=offload,
+               prefetch_units=prefetch_units)
+    for (_, p), q in zip(model.named_parameters(), Tied().parameters()):
+        fsdp.write_full(p, q.detach())
+    with CommDebugMode() as comm, torch.no_grad():
+        model(inputs())
+    with fsdp.inference(model):
+        pass
+    gathers = sum(comm.get_comm_counts().values())
+    return [three_steps(model, inputs()), gathers, model.head.weight is model.table.weight]
+
+
+def case_own_types():
+    """How far a sharded model without a policy is from itself, in types of its own."""
+    class Ends(nn.Module):
+        def __init__(self, *dtypes):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(12, 12).to(dtype) for dtype in dtypes)
+            for layer, dtype in zip(self.layers, dtypes):
+                layer.requires_grad_(dtype != torch.bfloat16)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer((x - 1.7e9).to(layer.weight.dtype))
+            return x
+
+    found = []
+    for dtypes in ((torch.float64, torch.float64), (torch.float32,),
+                   (torch.bfloat16, torch.float32)):
+        x = 1.7e9 + inputs().double() * 8  # as Unix time, which no fp32 holds
+        plain, model = Ends(*dtypes), Ends(*dtypes)
+        fsdp.shard(model, model.layers[:1], fsdp.make_mesh("cpu"))
+        out, expected = model(x), plain(x)
+        out.sum().backward()
+        expected.sum().backward()
+        grads = [(p.grad.full_tensor() - q.grad).abs().max().item()
+                 for p, q in zip(model.parameters(), plain.parameters()) if q.requires_grad]
+        found.append([(out - expected).abs().max().item(), max(grads)])
+        assert out.dtype == expected.dtype
+    return found
+
+
 def case_own_mesh():
     """With a mesh of one's own, with another name or none: [norm, a tensor out and in]."""
     found = []
@@ -351,12 +420,18 @@ def case_misuse():
     return dict(said=str(e.value), norm=norm, is_autocast=is_autocast)
 
 
+LISTS = [dict(offload=0.0, prefetch_units=0), dict(offload=0.5, prefetch_units=1)]
+
+
 @pytest.fixture(scope="module")
 def found():
     cases = {name: (case_model, keys) for name, keys in MODELS.items()}
     cases["bf16"] = (case_file_in_bf16, {})
     cases["own mesh"] = (case_own_mesh, {})
     cases["table"] = (case_table, {})
+    cases["own types"] = (case_own_types, {})
+    for keys in LISTS:
+        cases[str(keys)] = (case_lists, keys)
     return on_ranks(2, {**cases, "misuse": (case_misuse, {})})
 
 
@@ -384,6 +459,16 @@ def test_alone_buffers_and_values_are_kept(found, name):
 
 def test_alone_a_table_that_forward_reads_is_gathered_for_backward(found):
     assert values(found, "table") == 2 * [pytest.approx(three_steps(tables(), inputs()), rel=1e-5)]
+
+
+@pytest.mark.parametrize("keys", LISTS)
+def test_alone_several_modules_may_be_one_unit(found, keys):
+    assert values(found, str(keys)) == 2 * [
+        [pytest.approx(three_steps(Tied(), inputs()), rel=1e-5), 3, True]]
+
+
+def test_alone_without_a_policy_nothing_is_cast(found):
+    assert values(found, "own types") == 2 * [3 * [[0, 0]]]
 
 
 def test_alone_the_last_dimension_of_any_mesh_shards(found):
@@ -505,6 +590,22 @@ def test_alone_inference_leaves_each_module_in_its_mode():
     with pytest.raises(SystemExit), fsdp.inference(model):
         sys.exit()  # what fails inside leaves nothing behind either
     assert [module.training for module in model.modules()] == modes
+
+
+def test_alone_inference_calls_a_train_of_the_models_own():
+    class Merges(nn.Linear):
+        """As LoRA does: its weights are merged for evaluation."""
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model = Net(lambda: Merges(12, 12))
+    model.layers[1].eval()
+    with fsdp.inference(model):
+        assert [layer.merged for layer in model.layers] == [True, True, True]
+    assert [layer.merged for layer in model.layers] == [False, True, False]
 
 
 def test_alone_a_number_is_written_whole():

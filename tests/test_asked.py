@@ -297,7 +297,7 @@ class Found:
     last: object = None
 
 
-@row("a unit changes a list, dict or dataclass")
+@row("with `param_dtype` set, a unit changes a list, dict or dataclass")
 def case_containers():
     def after(change, linear, x, given, also=None):
         change(given if also is None else also)
@@ -329,7 +329,7 @@ def case_containers():
     )
     for change, *given in changes:
         model = Calls(change, *given)
-        sharded(model, [model.unit])
+        sharded(model, [model.unit], mp_policy=fsdp.mixed_precision(torch.float32))
         for is_training in (True, False):
             with torch.set_grad_enabled(is_training):
                 found = model(x)[1]
@@ -342,9 +342,13 @@ def case_containers():
             seen.append(one)
 
     model = Calls(append_on_one, [])
-    sharded(model, [model.unit])
+    sharded(model, [model.unit], mp_policy=fsdp.mixed_precision(torch.float32))
     with says("unit changed a list", ValueError), checks.check_units(model):
         model(x)  # both ranks say it
+    model = Calls(*changes[0])
+    sharded(model, [model.unit])
+    with checks.check_units(model):
+        assert model(x)[1] == [one]  # without a policy FSDP2 makes no copy
 
     class Keeps(Net):
         def forward(self, x):
@@ -754,9 +758,104 @@ def case_wrapper():
 def case_early_optimizer():
     model = Net()
     early = torch.optim.SGD(model.parameters(), lr=0.1)
-    with says("make it after `shard`"):
-        checks.after_building(sharded(model), early)
+    part = torch.optim.SGD([{"params": model.head.parameters()}], lr=0.1)
+    sharded(model)
+    part.add_param_group({"params": model.blocks.parameters()})
+    for optimizer in (early, part):
+        with says("after. Or they are of another module"):
+            checks.after_building(model, optimizer)
     checks.after_building(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@row("a loss or another module with parameters of its own")
+def case_loss_with_parameters():
+    def net():
+        loss = nn.Linear(8, 3, bias=False)
+        with torch.no_grad():
+            loss.weight.fill_(0.5)
+        return Net(), loss
+
+    def train(model, loss, *others):
+        parameters = [p for module in (model, loss) for p in module.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
+        checks.after_building(model, optimizer, *others)
+        backward(model, lambda model, x: square(lambda x: loss(model(x)), x))
+        optimizer.step()
+        reshard(model)
+        if others:
+            reshard(loss)
+        return parameters
+
+    model, loss = net()
+    with says("trains 1 parameters that are not the model's, with shapes [(3, 8)]"):
+        train(sharded(model), loss)
+    model, loss = net()
+    expected = train(model, loss, loss)
+    for is_alone in (True, False):
+        model, loss = net()
+        if is_alone:
+            found = train(sharded(model), sharded(loss, []), loss)
+        else:
+            model.head = nn.Sequential(model.head, loss)
+            found = train(sharded(model), nn.Identity())
+        assert distance(found, expected) < 1e-6
+
+
+@row("`torch.manual_seed(seed + rank)` before a model with values")
+def case_seed_by_rank():
+    def net(seed):
+        model = Net()
+        torch.manual_seed(seed)
+        nn.init.normal_(model.head.weight)
+        model.register_buffer("table", torch.randn(3, dtype=torch.complex64))
+        return model
+
+    rank = dist.get_rank()
+    with says("head.weight differs between ranks (the sums of its values are ["):
+        checks.before_sharding(net(rank))
+    model = net(0)
+    model.table += rank
+    with says("table differs between ranks"):
+        checks.before_sharding(model)
+    model = net(0)
+    model.table[0] = torch.nan
+    checks.before_sharding(model)
+    if rank == 1:  # only rank 0 has values
+        model.to("meta")
+        model.table = net(0).table
+    with says("blocks.0.weight differs between ranks"):
+        checks.before_sharding(model)
+
+
+@row("one seed on all ranks after building too")
+def case_one_seed():
+    drawn = []
+    for seed in (0, dist.get_rank()):
+        torch.manual_seed(seed)
+        of_ranks = [None, None]
+        dist.all_gather_object(of_ranks, F.dropout(torch.ones(20)).tolist())
+        drawn.append(of_ranks)
+    (one, same), (first, second) = drawn
+    assert one == same and first != second
+
+
+@row("a list of weights that `__init__` makes")
+def case_list_of_weights():
+    class Lists(Net):
+        def __init__(self, is_early):
+            super().__init__(lambda: nn.Linear(8, 8, bias=False))
+            self.is_early = is_early
+            self.ws = [block.weight for block in self.blocks]
+
+        def forward(self, x):
+            ws = self.ws if self.is_early else [block.weight for block in self.blocks]
+            return self.head(sum(x @ w.T for w in ws))
+
+    model = sharded(Lists(True))
+    backward(model)
+    assert model.ws[0].shape == (8, 8) and model.ws[0].grad is not None
+    assert model.blocks[0].weight.grad is None
+    assert_exact(sharded(Lists(False), []), Lists(False))
 
 
 @row("an optimizer made after a forward")
@@ -966,6 +1065,139 @@ def case_max_norm():
     assert out.norm(dim=1).max() < 0.6  # the copy was changed
     reshard(model)
     assert model[0].weight.full_tensor().norm(dim=1).max() > 1  # and is lost
+
+
+@row("ActNorm")
+def case_act_norm():
+    class ActNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = nn.Parameter(torch.zeros(8))
+            self.register_buffer("is_set", torch.tensor(False))
+
+        def forward(self, x):
+            if not self.is_set:
+                with torch.no_grad():
+                    self.mean.copy_(x.mean(0) + 3)
+                self.is_set.fill_(True)
+            return x - self.mean
+
+    model = sharded(Net(ActNorm))
+    backward(model)
+    reshard(model)
+    assert model.blocks[0].is_set and not whole(model.blocks[0].mean).any()
+    model = Net(ActNorm)
+    model(inputs(0))
+    checks.before_sharding(model)
+    plain = copy.deepcopy(model)
+    assert whole(sharded(model).blocks[0].mean).min() > 1
+    assert_exact(model, plain)
+
+
+@row("a mask of `torch.finfo(torch.float32).min`")
+def case_mask():
+    def attend(linear, x, hidden):
+        scores = linear(x) @ x.T
+        if hidden.dtype == torch.bool:
+            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+            hidden = 0
+        return torch.softmax(scores + hidden, dim=-1) @ x
+
+    def out(hidden):
+        class Masked(Net):
+            def forward(self, x):
+                return self.blocks[0](x, hidden)
+
+        return sharded(Masked(lambda: Does(attend)), mp_policy=IN_BF16)(inputs(0))
+
+    hidden = torch.zeros(4, 4, dtype=torch.bool)
+    hidden[0] = True
+    assert out(hidden * torch.finfo(torch.float32).min).isnan().any()
+    assert out(hidden).isfinite().all()
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight * (1 + 1j)).real.type_as(x)
+
+
+@row("complex parameters, with `mixed_precision`")
+def case_complex():
+    policy = fsdp.mixed_precision(torch.bfloat16, reduce_dtype=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = sharded(Net(Complex), mp_policy=IN_BF16)
+            backward(model)
+            assert not whole(model.blocks[0].weight.grad).imag.any()
+        except TypeError as e:  # torch 2.13
+            assert "input types can't be cast" in str(e)
+        dist.barrier()
+        assert_exact(sharded(Net(Complex)), Net(Complex))
+        assert_exact(sharded(Net(Complex), mp_policy=policy), Net(Complex), limit=0.03)
+
+
+@row("trained parameters of two types in one unit")
+def case_two_types():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.inner = Complex()
+
+        def forward(self, x):
+            return self.linear(x) + self.inner(x)
+
+    with says("expects uniform original parameter dtype", AssertionError):
+        backward(sharded(Net(Mixed)))
+    model = Net(Mixed)
+    units = [m for block in model.blocks for m in (block.inner, block)]
+    assert_exact(sharded(model, units), Net(Mixed))
+
+
+@row("a parameter without rows")
+def case_no_rows():
+    def net(rows):
+        model = Net()
+        model.blocks[0].extra = nn.Parameter(torch.zeros(rows, 8))
+        return model
+
+    with says("_chunk_cat expects non-empty tensor"):
+        backward(sharded(net(0)))
+    backward(sharded(net(1)))
+
+
+@row("`nn.Embedding(sparse=True)`")
+def case_sparse():
+    class Sparse(Net):
+        def __init__(self, sparse):
+            super().__init__()
+            self.emb = nn.Embedding(20, 8, sparse=sparse)
+
+        def forward(self, x):
+            return super().forward(self.emb((x[:, 0].abs() * 10).long() % 20))
+
+    with pytest.raises((NotImplementedError, RuntimeError)) as error:
+        backward(sharded(Sparse(True)))
+    said = str(error.value)
+    assert "Could not run 'fsdp::chunk_cat'" in said or "reshape is not implemented" in said
+    assert_exact(sharded(Sparse(False)), Sparse(False))
+
+
+@row("`torch.func.functional_call(model, values, ...)`")
+def case_functional_call():
+    model, given = sharded(Net()), {n: p.detach() + 1 for n, p in Net().named_parameters()}
+    expected = torch.func.functional_call(Net(), given, (inputs(0),))
+    with says("'Tensor' object has no attribute '_local_tensor'", AttributeError):
+        torch.func.functional_call(model, given, (inputs(0),))
+    model = sharded(Net())
+    for name, p in model.named_parameters():
+        fsdp.write_full(p, given[name])
+    assert distance([model(inputs(0))], [expected]) < 1e-6
 
 
 @row("a parameter that is not contiguous")
