@@ -198,8 +198,9 @@ def forward(cfg):
     ours = plain_model(cfg).train()
     with asked("forward(idx, targets) fails on token ids (B, T), and as many targets"):
         logits, loss = pair(ours(X, Y))
-    with asked("forward must take any B, and any T up to block_size"):
-        ours(X[:1, :5], Y[:1, :5].contiguous())
+    with asked(f"forward must take any B, and any T up to block_size{NOT_CAUSAL}"):
+        T = 5 if is_causal(cfg) else cfg.sizes.block_size
+        ours(X[:1, :T], Y[:1, :T].contiguous())
     right = logits is None or logits.shape == (3, 16, 67)
     ask(right, "with targets, its second argument, forward returns logits (B, T, V), or None")
     right = torch.is_tensor(loss) and loss.shape == () and loss.dtype == torch.float32
@@ -465,17 +466,17 @@ class OneDevice(TorchDispatchMode):
 
 
 def gradients(cfg):
-    """From two tokens that are one, whichever it is: experts without tokens get a gradient too."""
+    """From tokens that are all one, whichever it is: experts without tokens get a gradient too."""
     ours = plain_model(cfg).train()
     for token in range(0, 67, 9):
         ours.zero_grad()
-        idx = torch.tensor([[token, token]])
+        idx = torch.full((1, 2 if is_causal(cfg) else cfg.sizes.block_size), token)
         ours(idx, idx)[1].backward()
         for name, p in ours.named_parameters():
             ask(p.grad is not None or not p.requires_grad,
-                f"{name} has no gradient from a batch of two tokens: is something detached? If it "
-                "was only not used, FSDP2 fills in zeros, but ddp would need PyTorch's "
-                "find_unused_parameters: add 0 * what it computes to the output")
+                f"{name} has no gradient from a batch of one token, repeated: is something "
+                "detached? If it was only not used, FSDP2 fills in zeros, but ddp would need "
+                "PyTorch's find_unused_parameters: add 0 * what it computes to the output")
 
 
 def loss_chunks(cfg):

@@ -81,10 +81,12 @@ def test_weights_of_ones_own_module_become_a_checkpoint(tmp, models, monkeypatch
 LAST_TOKEN = ("idx, targets)", "idx, targets=None)", "        counts =",
               "        if targets is None: return logits[:, [-1]], None\n        counts =")
 SILENT = ("    causal = False\n", "")
+ANY_T = ("self.positions.weight ", "self.positions.weight[:idx.size(1)] ")
 MASKED = {  # name: (what it says, then what masked.py has, what its copy has instead, ...)
-    "no_sampling": (r"forward\(idx\) fails.* causal = False", *SILENT),
-    "noise": ("no random numbers in eval mode.* causal = False", *SILENT, *LAST_TOKEN),
-    "both_sides": ("depend on no later token.* causal = False", *SILENT, *LAST_TOKEN,
+    "length": (r"any T up to block_size;.* causal = False .*\(5\)", *SILENT),
+    "no_sampling": (r"forward\(idx\) fails.* causal = False", *SILENT, *ANY_T),
+    "noise": ("no random numbers in eval mode.* causal = False", *SILENT, *ANY_T, *LAST_TOKEN),
+    "both_sides": ("depend on no later token.* causal = False", *SILENT, *ANY_T, *LAST_TOKEN,
                    "self.config.hidden\n", "self.config.hidden * self.training\n"),
     "rows": ("mixes the rows of a batch", "x = block(x)", "x = block(x + x.mean(0))"),
     "every_row": ("no row whose targets are all -1", "hidden & counts", "hidden"),

@@ -77,7 +77,7 @@ FAULTS = {  # name: (what it says, then what moe.py has, what its copy has inste
     "no value": (r"initial_value must know .*h\.0\.mlp\.c_fc \(ValueError", NORMAL, "pass"),
     "none": (r"c_fc\) must return \(4, 60, 30\) in float32", NORMAL, "return None"),
     # forward
-    "length": (r"any T up to block_size \(AssertionError: T", "        pos =",
+    "length": (r"any T up to block_size; .*\(AssertionError: T", "        pos =",
                "        assert idx.size(1) == 16, 'T'\n        pos ="),
     "batch": (r"any B, and any T .*moe_batch.py:\d+", DROP, f"{DROP}.view(3, -1, x.size(-1))"),
     "nan": ("a loss of nan", HEAD, f"x = x / (x - x)\n        {HEAD}"),
