@@ -266,9 +266,9 @@ class Writer(dcp.FileSystemWriter):
     def finish(self, metadata, results):
         """On rank 0: write .metadata, then the header, which completes the checkpoint."""
         super().finish(metadata, [of_rank for of_rank, _ in results])
-        files = {".metadata": self.checksum_on_disk(".metadata")}
-        for _, checksums in results:
-            files.update(checksums)
+        # In the order of ranks.
+        files = {name: crc for _, checksums in results for name, crc in checksums.items()}
+        files[".metadata"] = self.checksum_on_disk(".metadata")
         missing = files.keys() - set(os.listdir(self.path))
         if missing:
             raise SystemExit(
@@ -375,7 +375,7 @@ def checksum(path):
 
 def for_new_run(source):
     """The source at step 0 and without optimizer state, to start another run from."""
-    header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None}
+    header = {**source.header, "iter_num": 0, "best_val_loss": 1e9, "scaler": None, "tokens": {}}
     run_id = source.header.get("run", "?")  # nanoGPT's checkpoints have none
     header["origin"] = f"step {source.header['iter_num']} of run {run_id}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}
@@ -389,12 +389,12 @@ def find(out_dir, world):
     newest_first, problems = from_rank0(world, lambda: list_all(out_dir))
     found = None
     for path, step in newest_first:
-        source = open_intact(path, step, world)
+        source, problem = open_intact(path, step, world)
         good = torch.tensor(float(source is not None))
         if all_reduce_mean_(good, world, patient=True) == 1:
             found = source
             break
-        problems.append(f"{path}: damaged, replaced just now, or not visible to every rank")
+        problems.append(f"{path}: {problem or 'another rank finds it damaged, or not there'}")
     remedy = "move it away, or pass another out_dir"
     if problems and not found:
         raise SystemExit(f"{problems[0]}; {remedy}")
@@ -414,9 +414,10 @@ def list_all(out_dir):
         if not os.path.isfile(path) and not os.path.isfile(os.path.join(path, HEADER)):
             continue
         try:
-            found.append((path, open_one(path).header["iter_num"]))
+            header = open_full(path).header if os.path.isfile(path) else read_header(path)
+            found.append((path, header["iter_num"]))
         except Exception as e:  # a damaged zip or pickle raises almost anything
-            problems.append(f"{path}: not readable ({type(e).__name__}: {first_line(e)})")
+            problems.append(f"{path}: {unreadable(e)}")
     found.sort(key=lambda pair: pair[1], reverse=True)
     return found, problems
 
@@ -426,14 +427,18 @@ def open_one(path):
 
 
 def open_intact(path, step, world):
-    """The Source at path. None if this rank finds damage, or another step: a run that is still
-    going may have replaced the file since rank 0 listed it."""
+    """(the Source at path, None); or (None, what this rank finds wrong)."""
     try:
         source = open_one(path)
-        is_good = source.header["iter_num"] == step and is_intact(source, world)
-    except Exception:  # damage raises almost anything
-        return None
-    return source if is_good else None
+        if source.header["iter_num"] != step:  # by a run that is still going
+            return None, "replaced since rank 0 listed it"
+        return (source, None) if is_intact(source, world) else (None, "damaged: wrong checksums")
+    except Exception as e:  # damage raises almost anything
+        return None, unreadable(e)
+
+
+def unreadable(e):
+    return f"not readable ({type(e).__name__}: {first_line(e)})"
 
 
 def is_intact(source, world):
@@ -441,7 +446,7 @@ def is_intact(source, world):
     ranks divide up a sharded checkpoint's files, and the records of a full one's zip."""
     mine = slice(world.rank, None, world.size)
     if source.sharded:
-        files = sorted(source.header["files"].items())[mine]
+        files = list(source.header["files"].items())[mine]  # at the same world size its own
         return all(checksum(os.path.join(source.path, name)) == crc for name, crc in files)
     with zipfile.ZipFile(source.path) as records:
         for name in records.namelist()[mine]:

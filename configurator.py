@@ -258,7 +258,9 @@ def load_config(argv):
             assigned = run_file(arg, before={**as_dict(make_config({"model": model})), **values})
         model = coerce("model", assigned.get("model", model), model, arg)
         for key, value in assigned.items():
-            values[key] = coerce(key, value, model, arg)
+            value = coerce(key, value, model, arg)
+            # Shells leave the ~ of --out_dir=~/x.
+            values[key] = os.path.expanduser(value) if isinstance(value, str) else value
     for key in values:
         require_key(key, model, f"--model={model}")  # it may be from an earlier --model
     return make_config(values, given=values)
@@ -337,7 +339,7 @@ def require_key(key, model, where):
     if key in keys:
         return
     near = difflib.get_close_matches(key, keys, 1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
+    hint = f"did you mean {near[0]}?" if near else "--help lists the keys (a helper begins with _)"
     hint = hint_from_extras(key) or hint
     raise SystemExit(f"{where}: no key {key} (model={model}); {hint} (--model comes first)")
 
@@ -451,6 +453,10 @@ def conflicts(cfg, asked, world, distributed):
         ("strategy", single and size > 1, "start one process: python train.py"),
         ("strategy", not single and not distributed,
          "start it with torchrun --standalone --nproc_per_node=2, or use --strategy=single"),
+        ("shard_group_size",
+         STRATEGIES[cfg.strategy].in_groups and group == 1 < size and not asked.shard_group_size,
+         "LOCAL_WORLD_SIZE says that each node has one process, so nothing would be sharded; use "
+         f"--shard_group_size={size}, or --strategy=ddp"),
         ("shard_group_size", uneven_groups,
          f"{size} processes do not divide into groups of {group}; use a divisor of {size}"),
         ("gradient_accumulation_steps", cfg.gradient_accumulation_steps % size,

@@ -129,6 +129,11 @@ def describe(cfg, model, batches, source, world):
             f"{part.files['val'].tokens_in_all:,} of val, epoch = "
             f"{len(train) / (samples * share):,.0f} steps; 100 windows have ids up to "
             f"{train.largest:,}, vocab_size={cfg.sizes.vocab_size:,}")
+        before = source and source.header.get("tokens", {}).get(name)
+        if before not in (None, train.tokens_in_all):
+            yield (
+                f"{name}: {before:,} tokens when the checkpoint was written, and now "
+                f"{train.tokens_in_all:,} in another order: some come again, and others never")
         if train.masks:
             yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
     if trained < n:

@@ -72,7 +72,6 @@ def setup(device, backend, cpu_offload=0.0):
     if not dist.is_initialized():
         open_group(rank, size, device, backend)
     patient_group()  # made now, while all ranks are here
-    connect(dist.group.WORLD, device)
     return World(rank, size, device, local_size)
 
 
@@ -98,30 +97,42 @@ def open_group(rank, size, device, backend):
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-def connect(group, device, with_gather=False):
-    """Set the group's timeout, and run each kind of collective in it (all ranks). NCCL connects
-    and takes memory at first use: do that now, while memory is free, so that a broken network
-    shows before a minute of compiling. Gloo is already connected.
-    with_gather: also run dist.gather, which gather_full uses, if rank 0 is in the group. (Muon
-    connects its own collectives.)
+def connect(device, unit, mesh=None, with_gather=False):
+    """Send once what a step sends, and set the groups' timeouts (all ranks). NCCL connects and
+    takes memory at first use: do that now, while memory is free, so that a broken network shows
+    before a minute of compiling. Gloo is already connected.
+
+    in a group that shards          all-gather and reduce-scatter of a unit; an all-reduce of one
+                                    number, for the norm; with_gather: gather_full's gather
+    between the groups of hybrid    all-reduce of a unit's rows
+    among all ranks, with DDP       all-reduce of a bucket, about as large as a unit
+
+    What the ranks agree on in host memory goes over gloo. Muon connects its own.
+    unit: a module with a usual unit's parameters. NCCL chooses an algorithm by a message's size.
+    mesh: from make_mesh; None for DDP.
     """
-    if dist.get_backend(group) != "fake":  # the plan rehearses on it; it has no timeout
-        group.set_timeout(TIMEOUT)  # PyTorch's default for hybrid_shard's groups is 30 minutes
-    if "nccl" not in dist.get_backend_config(group):
+    groups = mesh.get_all_groups() if mesh else [dist.group.WORLD]
+    for group in groups:
+        if dist.get_backend(group) != "fake":  # the plan rehearses on it; it has no timeout
+            group.set_timeout(TIMEOUT)  # PyTorch's default for hybrid_shard's groups is 30 minutes
+    if "nccl" not in dist.get_backend_config(groups[0]):
         return
-    ranks = dist.get_process_group_ranks(group)
-    # A small message, and one of 8 MiB: NCCL has an algorithm for each, and connects it at its
-    # first use.
-    for numel in (1, 2**21 // len(ranks)):
-        own = torch.ones(numel, device=device)
-        all_ranks = torch.ones(numel * len(ranks), device=device)
-        dist.all_gather_single(all_ranks, own, group=group)
-        dist.reduce_scatter_single(own, all_ranks, group=group)
-        dist.all_reduce(all_ranks, group=group)
-        if with_gather and 0 in ranks:
-            pieces = list(all_ranks.split(numel)) if dist.get_rank() == 0 else None
-            dist.gather(own, pieces, dst=0, group=group)
-    all_ranks.sum().item()  # wait until the GPU has run them
+    numel = sum(p.numel() for p in unit.parameters())
+    rows = torch.ones(numel, device=device)
+    if mesh:
+        shard_group = groups.pop()
+        size = mesh.size(-1)
+        rows = torch.ones(numel // size + 1, device=device)
+        unit = torch.ones(len(rows) * size, device=device)
+        dist.all_gather_single(unit, rows, group=shard_group)
+        dist.reduce_scatter_single(rows, unit, group=shard_group)
+        dist.all_reduce(rows[:1], group=shard_group)
+        if with_gather and 0 in dist.get_process_group_ranks(shard_group):
+            pieces = list(unit.split(len(rows))) if dist.get_rank() == 0 else None
+            dist.gather(rows, pieces, dst=0, group=shard_group)
+    for replicas in groups:
+        dist.all_reduce(rows, group=replicas)
+    rows.sum().item()  # wait until the GPU has run them
 
 
 @functools.cache
@@ -178,7 +189,8 @@ def pick_device(name, local_rank=None):
 
 def print0(world, *args, file=None):
     if world.rank == 0:
-        print(*args, file=file, flush=True)
+        with suppress(OSError):  # a log's reader went away, or its disk is full: train on
+            print(*args, file=file, flush=True)
 
 
 def all_reduce_mean_(x, world, patient=False):
@@ -194,7 +206,7 @@ def mean_and_longest(loss, seconds, world):
     """(the mean of the ranks' losses, the longest of their seconds). One collective for both: a
     row has the loss, and then a place for each rank's seconds. Waits for the device.
     loss: a 0-d tensor on the device."""
-    row = torch.zeros(1 + world.size, device=loss.device)
+    row = torch.zeros(1 + world.size)  # on the host, where it is read
     row[0] = loss
     row[1 + world.rank] = seconds * world.size  # the mean divides it; other ranks have 0 there
     mean, *all_seconds = all_reduce_mean_(row, world).tolist()
@@ -253,7 +265,10 @@ def run(main, *args):
         main(*args)
     except (Exception, SystemExit) as e:
         code = report(e)
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = None  # or Python would try again, and end with code 120
     if not dist.is_initialized():
         sys.exit(code)
     if code == 0:

@@ -13,6 +13,7 @@ goes on with another text.
 
 import inspect
 import math
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
@@ -131,9 +132,9 @@ def prompt(start):
     if start == "-":
         source = 0  # stdin
     elif start.startswith("FILE:"):
-        source = start.removeprefix("FILE:")
+        source = os.path.expanduser(start.removeprefix("FILE:"))
     else:
-        return start
+        return os.fsencode(start).decode("utf-8", "replace")  # whatever the locale
     try:
         with open(source, encoding="utf-8") as f:
             return f.read()

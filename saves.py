@@ -5,7 +5,7 @@ and how they are written while training goes on.
     directory = RunDirectory(cfg.out_dir)
     directory.lock()                          # rank 0, before it chooses a checkpoint
     run_id = directory.claim(source, resumed) # rank 0, once every check has passed
-    saver = Saver(directory.path, run_id, cfg, world, source, resumed, report)
+    saver = Saver(directory.path, run_id, cfg, world, source, resumed, batches, report)
     saver.save(model, optimizer, scaler, step, best_val_loss)  # if is_due(cfg, step, ...)
     saver.poll()                              # in each step: a save may have failed
     saver.finish()                            # at the end
@@ -62,9 +62,10 @@ class RunDirectory:
         self.path = os.path.realpath(out_dir)
         self.lock_file = None  # the lock is held while this file is open
 
-    def lock(self):
+    def lock(self, seconds=120):
         """If the directory exists, keep other runs out until this process ends. The lock
-        is on a file next to it, because the directory may be renamed."""
+        is on a file next to it, because the directory may be renamed.
+        seconds: to wait for another node, since a shared disk keeps a dead one's lock a while."""
         if self.lock_file or not os.path.isdir(self.path):
             return
         if os.path.exists(os.path.join(self.path, HEADER)):
@@ -78,9 +79,14 @@ class RunDirectory:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.lock_file.seek(0)
-            raise SystemExit(
-                f"out_dir={self.path} is in use by {self.lock_file.read()}; wait until that "
-                "run ends, or pass another --out_dir")
+            holder = self.lock_file.read()
+            if seconds <= 0 or holder.endswith(f" on {os.uname().nodename}"):
+                raise SystemExit(
+                    f"out_dir={self.path} is in use by {holder}; wait until that run ends, or "
+                    "pass another --out_dir")
+            time.sleep(10)
+            self.lock_file = None
+            return self.lock(seconds - 10)
         except OSError as e:
             print(f"{path}: no locks here ({e.strerror}), so never start two runs there")
         self.lock_file.truncate(0)
@@ -160,7 +166,7 @@ class Saver:
     report: function of (step, seconds, seconds in which training was blocked), called after each
     save that succeeded."""
 
-    def __init__(self, out_dir, run_id, cfg, world, source, resumed, report):
+    def __init__(self, out_dir, run_id, cfg, world, source, resumed, batches, report):
         self.out_dir = out_dir
         self.run_id = run_id
         self.cfg = cfg
@@ -169,6 +175,8 @@ class Saver:
         # The Hugging Face files of the model that the run began from: an export needs them.
         self.kept = source.header.get("kept") if source else None
         self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))
+        # A resumed run that finds others says so.
+        self.tokens = {name: part.files["train"].tokens_in_all for name, _, part in batches.parts}
         self.best = None  # name of the best sharded checkpoint
         if resumed:
             self.best = source.header.get("best")
@@ -235,6 +243,7 @@ class Saver:
             torch=str(torch.__version__),
             run=self.run_id,
             kept=self.kept,
+            tokens=self.tokens,
             iter_num=step,
             best_val_loss=self.best_val_loss,
             best=f"step-{step:09d}" if is_best else self.best,

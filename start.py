@@ -13,7 +13,7 @@ from dataclasses import replace
 import checkpoint
 import configurator
 from data.loader import data_dir, read_meta
-from ranks import from_rank0, print0
+from ranks import from_rank0, patient_barrier, print0
 
 
 def open_start(cfg, world):
@@ -45,9 +45,12 @@ def open_weights(name, world, wanted_by):
     if source:
         return checkpoint.for_new_run(source)
     huggingface = configurator.named_file(f"{wanted_by}={name}", "huggingface")
-    # Rank 0 downloads it, and then every rank opens the copy in its own node's cache.
-    path = from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
-    return huggingface.open_pretrained(path, wanted_by)
+    # Rank 0 first, so that one line says what is wrong. Then each rank opens the name, since a
+    # node may have a cache of its own, and waits: a download may take longer than NCCL allows.
+    from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
+    source = huggingface.open_pretrained(name, wanted_by)
+    patient_barrier()
+    return source
 
 
 def final_config(cfg, source, resumed, world):

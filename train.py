@@ -146,6 +146,7 @@ def parallelize(model, cfg, world):
         return model
     fsdp.allocate(model, world.device)
     if cfg.strategy == "ddp":
+        connect(world.device, model.blocks[0])
         return fsdp.replicate(model)
     if cfg.compile:
         model.compile(dynamic=False)
@@ -155,10 +156,7 @@ def parallelize(model, cfg, world):
 def shard_model(model, cfg, world):
     """Apply a sharded strategy's keys to the model, in place (all ranks)."""
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
-    # Connect the groups now. A full checkpoint is gathered over the one that shards.
-    for group in mesh.get_all_groups():
-        is_shard_group = group is mesh.get_group(-1)
-        connect(group, world.device, with_gather=is_shard_group and cfg.checkpoint == "full")
+    connect(world.device, model.blocks[0], mesh, with_gather=cfg.checkpoint == "full")
     units = getattr(model, "units", None)  # a model file may list its own
     if units is None or cfg.wrap_min_params:
         units = fsdp.find_units(model, model.blocks, cfg.wrap_min_params)
@@ -204,14 +202,13 @@ def micro_batch(wrapped, cfg, world):
     return forward_backward
 
 
-def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward=None):
+def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward):
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
     forward_backward: from micro_batch; a recorded one is kept from step to step.
 
     Returns this rank's loss (average it over ranks for the step's loss) and the global gradient
     norm before clipping. Both are 0-d tensors: reading them waits for the device.
     """
-    forward_backward = forward_backward or micro_batch(wrapped, cfg, world)
     accumulation = cfg.gradient_accumulation_steps // world.size
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
@@ -258,8 +255,7 @@ def evaluate(wrapped, batches, cfg, world):
 
 def mean_loss(wrapped, weighted_batches, cfg, world):
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
-    total = torch.zeros((), device=world.device, dtype=dtype)
-    weights = torch.zeros_like(total)
+    sums = torch.zeros(2, device=world.device, dtype=dtype)  # of losses times weights, of weights
     with fsdp.inference(wrapped):
         for turn, (x, y, weight) in enumerate(weighted_batches):
             # If the model draws random numbers in evaluation, make them the same each time, at
@@ -268,11 +264,10 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
             torch.manual_seed(derive_seed(cfg.seed, "evaluation", number))
             with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
                 loss = wrapped(x, y)[1]
-            total += loss * weight
-            weights += weight
-    all_reduce_mean_(total, world)
-    all_reduce_mean_(weights, world)
-    return (total / weights).item()  # synchronization point
+            sums[0] += loss * weight
+            sums[1] += weight
+    total, weights = all_reduce_mean_(sums.cpu(), world)
+    return (total / weights).item()
 
 
 # ---------- the run -----------------------------------------------------------
@@ -294,8 +289,9 @@ def train(cfg):
     model = meta_model(cfg)
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
+    patient_barrier()  # masks are read from disk
     wrapped, optimizer = build(model, cfg, world, source)
-    forward_backward = micro_batch(wrapped, cfg, world)
+    work = micro_batch(wrapped, cfg, world)
     scaler = LossScaler(cfg)  # for float16
     scaler.load_state_dict(source.header.get("scaler") if source else None)
     for line in describe(cfg, model, batches, source, world):
@@ -305,7 +301,7 @@ def train(cfg):
     if not cfg.eval_only:
         run_id = from_rank0(world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
-    saver = saves.Saver(directory.path, run_id, cfg, world, source, resumed, log.saved)
+    saver = saves.Saver(directory.path, run_id, cfg, world, source, resumed, batches, log.saved)
     # Drop the memory maps: a file that is replaced takes space while it is mapped.
     source = None
     if hasattr(cfg.sizes, "opened"):
@@ -348,8 +344,7 @@ def train(cfg):
             break
 
         # Else one optimizer step.
-        loss, norm = train_step(
-            wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward)
+        loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world, work)
         if optimizer.state and not is_checked:  # float16 may have skipped the first steps
             checks.after_first_step(model, optimizer)
             is_checked = True

@@ -526,7 +526,7 @@ def steps(run, first=0, n=1, scaler=None):
     for step in range(first, first + n):
         loss, norm = train.train_step(
             run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
-            getattr(run, "micro_batch", None))
+            run.micro_batch)
     return loss.item(), norm.item()
 
 

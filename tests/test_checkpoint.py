@@ -69,7 +69,7 @@ def saver_of(run, path, run_id, source=None, resumed=False):
     def report(*times):
         pass
 
-    return saves.Saver(path, run_id, run.cfg, run.world, source, resumed, report)
+    return saves.Saver(path, run_id, run.cfg, run.world, source, resumed, run.batches, report)
 
 
 def locked(out):
@@ -749,7 +749,7 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
     source = SimpleNamespace(header={"iter_num": 7, "best_val_loss": 2.0})
-    run = SimpleNamespace(cfg=tiny(tmp), world=World())
+    run = SimpleNamespace(cfg=tiny(tmp), world=World(), batches=SimpleNamespace(parts=[]))
     saver = saver_of(run, str(tmp_path), None, source)  # weights of another run
     line = refused(saver.require_finite, math.nan, "validation loss", 0)
     assert "learning_rate" in line and "float32" not in line  # which it does already
@@ -829,6 +829,25 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, capsys, file, moved):
     assert len(os.listdir(tmp_path / "disk")) == (not moved)
     for name in ("disk", "out"):
         assert f"process {os.getpid()} " in refused(locked, tmp_path / name)
+
+
+def test_run_waits_for_the_lock_of_a_node_that_may_be_dead(tmp_path, monkeypatch):
+    """Two minutes, and none for a process on this node."""
+    (tmp_path / "out").mkdir()
+    running, slept = locked(tmp_path / "out"), []
+    monkeypatch.setattr(saves.time, "sleep", slept.append)
+    assert f"process {os.getpid()} on " in refused(locked, tmp_path / "out")
+    assert slept == []
+    (tmp_path / "out.lock").write_text("process 7 on node-12")
+    line = refused(locked, tmp_path / "out")
+    assert "is in use by process 7 on node-12; " in line and sum(slept) == 120
+
+    def give_up(seconds):
+        running.lock_file.close()
+
+    monkeypatch.setattr(saves.time, "sleep", give_up)
+    assert locked(tmp_path / "out").lock_file
+    assert (tmp_path / "out.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}"
 
 
 def test_run_on_a_disk_without_locks_says_so(tmp_path, monkeypatch, capsys):

@@ -226,6 +226,32 @@ def test_config_resolve_spells_out_the_defaults(tmp, world, overrides, expected)
     assert resolve(tiny(tmp), ONE, True).strategy == "full_shard"  # torchrun of one process
 
 
+def test_config_regather_groups_divide_a_copy_and_not_the_world(tmp):
+    world = World(size=8, local_size=4)
+    keys = dict(strategy="hybrid_shard", gradient_accumulation_steps=8)
+    assert resolve(tiny(tmp, reshard_group_size=2, **keys), world, True)
+    said = refused(resolve, tiny(tmp, reshard_group_size=8, **keys), world, True)
+    assert "use a divisor of 4, from 2 on" in said
+
+
+def test_config_hybrid_in_groups_of_one_by_default_is_refused(tmp):
+    """Processes that somebody started by hand, without LOCAL_WORLD_SIZE; or nodes of one GPU."""
+    said = refused(resolve, tiny(tmp, strategy="hybrid_shard"), World(size=2), True)
+    assert "nothing would be sharded" in said and "--shard_group_size=2" in said
+    for keys in (dict(strategy="hybrid_shard", shard_group_size=1), dict(strategy="full_shard")):
+        assert resolve(tiny(tmp, **keys), World(size=2), True)
+    assert resolve(tiny(tmp, strategy="hybrid_shard"), World(), True)
+
+
+def test_config_home_is_where_a_path_says(tmp_path, monkeypatch):
+    """A shell leaves the ~ of --out_dir=~/x."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.py").write_text("init_from = '~/other'\nout_dir = '~/mine'\nfreeze = 'a~b'")
+    cfg = load_config([str(tmp_path / "c.py"), "--out_dir=~/x"])
+    assert cfg.out_dir == f"{tmp_path}/x" and cfg.init_from == f"{tmp_path}/other"
+    assert cfg.freeze == "a~b"
+
+
 def test_config_auto_dtype_is_what_the_device_is_fast_at(tmp, monkeypatch):
     for fast, dtype in ((True, "bfloat16"), (False, "float32")):
         for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):

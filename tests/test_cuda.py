@@ -149,7 +149,8 @@ def case_unlogged_steps(tmp, device, **keys):
     with no_synchronization(device):
         for step in (1, 2):
             loss, norm = train.train_step(
-                run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world)
+                run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
+                run.micro_batch)
     return loss.item(), norm.item()
 
 
@@ -353,7 +354,7 @@ def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     directory = saves.RunDirectory(run.cfg.out_dir)
     run_id = directory.claim(None)
     saver = saves.Saver(
-        directory.path, run_id, run.cfg, run.world, None, False, lambda *times: None)
+        directory.path, run_id, run.cfg, run.world, None, False, run.batches, lambda *times: None)
     Serial = filesystem._SerialCpuLoader
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(filesystem, "_OverlappingCpuLoader") as on_gpu,

@@ -7,6 +7,7 @@ test_data.py has the same for meta.pkl, and faults.py damages files between two 
 """
 
 import io
+import json
 import os
 import pickle
 import random
@@ -201,8 +202,9 @@ def test_damage_is_what_ranks_see_differently(sound, tmp_path):
     cases = {kind: (case_replaced, dict(sound=sound[kind][0], out=f"{tmp_path}/{kind}", kind=kind))
              for kind in sound}
     results = on_ranks(2, cases)
-    for line in values(results, "full"):
-        assert "ckpt.pt: damaged, replaced just now, or not visible to every rank; " in line
+    zero, one = values(results, "full")
+    assert "ckpt.pt: another rank finds it damaged, or not there; " in zero
+    assert "ckpt.pt: replaced since rank 0 listed it; " in one
     assert values(results, "sharded") == [2, 2]
 
 
@@ -236,8 +238,25 @@ def test_damage_of_a_full_one_is_looked_for_by_all_ranks_together(two_full):
     newest.write_bytes(in_a_tensor(good))
     for size in (1, 2, 3):
         worlds = [World(rank=rank, size=size) for rank in range(size)]
-        seen = [checkpoint.open_intact(str(newest), 4, world) for world in worlds]
+        seen = [checkpoint.open_intact(str(newest), 4, world)[0] for world in worlds]
         assert seen.count(None) == 1
+
+
+def test_damage_of_a_sharded_one_is_looked_for_by_all_ranks_together(out, monkeypatch):
+    """Each reads its own file, of a dozen too, and rank 0 only headers until one is chosen."""
+    with open(out / NEW / checkpoint.HEADER) as f:
+        header = json.load(f)["header"]
+    names = [f"__{rank}_0.distcp" for rank in range(12)]
+    assert [*header["files"]] == [*names[:2], ".metadata"]
+    header["files"] = dict.fromkeys([*names, ".metadata"], 0)
+    source = checkpoint.Source("there", header, {}, sharded=True)
+    read = []
+    monkeypatch.setattr(checkpoint, "checksum", lambda path: read.append(path) or 0)
+    for rank in range(12):
+        assert checkpoint.is_intact(source, World(rank=rank, size=12))
+    assert read == ["there/__0_0.distcp", "there/.metadata", *(f"there/{n}" for n in names[1:])]
+    with patch.object(checkpoint, "MetadataUnpickler", side_effect=ZeroDivisionError):
+        assert [step for _, step in checkpoint.list_all(str(out))[0]] == [4, 2]
 
 
 def in_a_tensor(data):

@@ -26,6 +26,7 @@ TABLE = r"""
 load
   --n_lyaer=2; --n_lyaer; ODD/unknown.py | n_layer
   --kind=b | --help
+  ODD/loop.py | helper begins with _
   --n_layer; config/none.py | --key=value
   ODD/syntax.py; ODD/exits.py | config file
   --n_layer=twelve; --n_layer=True; --n_layer=1.5; --max_iters=1e400; ODD/text.py | whole number
@@ -125,7 +126,8 @@ data/python_stdlib/prepare.py
 
 FILES = {  # in latin-1
     "unknown.py": "n_lyaer = 2", "text.py": "n_layer = 'twelve'", "syntax.py": "n_layer = (",
-    "truth.py": "compile = 1", "exits.py": "exit()", "a.txt": "x", "empty.txt": "",
+    "loop.py": "for i in range(3):\n    n_layer = i", "truth.py": "compile = 1",
+    "exits.py": "exit()", "a.txt": "x", "empty.txt": "",
     "empty.jsonl": "", "bad.txt": "abc \xff", "bad.csv": "text\n\xff\n", "tokenizer.json": "{}",
     "body.jsonl": '{"body": "x"}\n', "list.jsonl": '{"text": ["a"]}\n',
     "nested.json": '{"data": [{"text": "a"}]}', "cut.jsonl.gz": "no gzip",

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -24,6 +25,7 @@ from harness import (
     HASH_SEEDS,
     HERE,
     Ranks,
+    arguments,
     built,
     cannot_simulate,
     finish,
@@ -37,6 +39,7 @@ from harness import (
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fsdp
 import ranks
 import train
 from configurator import resolve
@@ -82,55 +85,78 @@ def case_timeouts(tmp):
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 
+MESHES = {  # name: (ranks in a group that shards, or None for DDP, with_gather)
+    "ddp": (None, False), "full_shard": (0, False), "and a full checkpoint": (0, True),
+    "hybrid": (2, False), "hybrid and a full checkpoint": (2, True), "hybrid of all": (4, False)}
+
+
 def case_connect():
-    """What `connect` runs, were this NCCL: {kind: sizes}, with and without gather_full's, also in a
-    group without rank 0. And what gloo needs."""
+    """What `connect` runs, were this NCCL: [(kind, ranks in the group, bytes)]; first what gloo
+    needs."""
     ranks.setup("cpu", "auto")
-    cpu, kinds = torch.device("cpu"), []
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with heard() as gloo:
-        ranks.connect(dist.group.WORLD, cpu, with_gather=True)
+    cpu, unit, found = torch.device("cpu"), torch.nn.Linear(10, 7, bias=False), []
+    with heard() as calls:
+        ranks.connect(cpu, unit, fsdp.make_mesh("cpu"), with_gather=True)
+    found.append(calls)
     with warnings.catch_warnings(), patch.object(dist, "get_backend_config", lambda g: "nccl"):
         warnings.simplefilter("error", FutureWarning)  # torch 2.13 has new names
-        for group, gathers in ((None, False), (None, True), (alone, True)):
+        for size, gathers in MESHES.values():
+            mesh = None if size is None else fsdp.make_mesh("cpu", size)
             with heard() as calls:
-                ranks.connect(group or dist.group.WORLD, cpu, gathers)
-            sizes = {}
-            for kind, _, _, size in calls:
-                sizes.setdefault(kind, []).append(size)
-            kinds.append(sizes)
-    return kinds, gloo
+                ranks.connect(cpu, unit, mesh, gathers)
+            found.append([(kind, group, size) for kind, group, _, size in calls])
+    return found
+
+
+def test_ranks_connect_what_a_step_sends_in_each_group(tmp):
+    """NCCL connects for each kind and size: a unit's 70 numbers, one for the norm."""
+    results = on_ranks(4, {"": (case_connect, {})})
+    for rank, (gloo, *found) in enumerate(values(results, "")):
+        assert gloo == []
+        found = dict(zip(MESHES, found))
+
+        def in_group(size, rows):
+            whole = 4 * size * rows
+            return [["all_gather", size, whole], ["reduce_scatter", size, whole],
+                    ["all_reduce", size, 4]]
+
+        gather = [["gather", 4, 72]]
+        assert found["ddp"] == [["all_reduce", 4, 4 * 70]]
+        assert found["full_shard"] == in_group(4, 18) == found["hybrid of all"]
+        assert found["and a full checkpoint"] == in_group(4, 18) + gather
+        gather = [["gather", 2, 4 * 36]] if rank < 2 else []  # the group of rank 0
+        replicas = [["all_reduce", 2, 4 * 36]]
+        assert found["hybrid"] == in_group(2, 36) + replicas
+        assert found["hybrid and a full checkpoint"] == in_group(2, 36) + gather + replicas
 
 
 def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):
     results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {}),
-                           "connect": (case_connect, {}), "time": (case_timeouts, dict(tmp=tmp)),
+                           "time": (case_timeouts, dict(tmp=tmp)),
                            "log": (case_mean_and_longest, {})})
     assert values(results, "log") == [[2.5, 0.5, 1]] * 2
     assert values(results, "time") == [[ranks.TIMEOUT.total_seconds()] * 2] * 2
     assert values(results, "rank0") == [[{"n": 3}, n, "no disk", 3] for n in (1, 0)]
     assert values(results, "stop") == [[False, False, True, True]] * 2
-    # one element, as for the norm, and megabytes, as for a unit: NCCL connects for each by itself
-    for rank, (kinds, gloo) in enumerate(values(results, "connect")):
-        assert gloo == []
-        for (size, gathers), sizes in zip(((2, False), (2, True), (1, rank == 0)), kinds):
-            whole = [4 * size, 2**23]
-            each = [4, 2**23 // size]
-            expected = dict(all_gather=whole, reduce_scatter=whole, all_reduce=whole)
-            assert sizes == (dict(expected, gather=each) if gathers else expected)
 
 
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
-def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
-    """NCCL takes its memory then; later that of the second group would come in backward."""
+@pytest.mark.parametrize("checkpoint, strategy, expected", [
+    ("full", "hybrid_shard", ([4, 2], True, True)),
+    ("sharded", "hybrid_shard", ([4, 2], True, False)),
+    ("full", "full_shard", ([8], True, True)), ("full", "ddp", (None, False, False))])
+def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint, strategy, expected):
+    """NCCL takes its memory then; later that of the second group would come in backward. (DDP has
+    sent its weights before.)"""
     connected = []
     world = ranks.World(size=8, local_size=2)
-    cfg = resolve(tiny(tmp, strategy="hybrid_shard", gradient_accumulation_steps=8,
+    cfg = resolve(tiny(tmp, strategy=strategy, gradient_accumulation_steps=8,
                        checkpoint=checkpoint), world, distributed=True)
     model = train.meta_model(cfg)
 
-    def listed(group, device, with_gather):
-        connected.append((group.size(), with_gather, all(p.is_meta for p in model.parameters())))
+    def listed(device, unit, mesh=None, with_gather=False):
+        assert unit is model.blocks[0]
+        sizes = mesh and [group.size() for group in mesh.get_all_groups()]
+        connected.append((sizes, all(p.is_meta for p in model.parameters()), with_gather))
 
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
@@ -138,15 +164,7 @@ def test_ranks_connect_every_group_before_the_model_has_memory(tmp, checkpoint):
             train.parallelize(model, cfg, world)
     finally:
         dist.destroy_process_group()
-    # the groups that replicate, and that shard; gather_full is for a full checkpoint
-    expected = [(4, False, True), (2, checkpoint == "full", True)]
-    assert connected == expected
-    calls = []
-    with (patch.dict(os.environ, RANK="0", WORLD_SIZE="1"), patch.object(ranks, "open_group"),
-          patch.object(ranks, "patient_group"),
-          patch.object(ranks, "connect", lambda *args: calls.append(args))):
-        ranks.setup("cpu", "auto")
-    assert calls == [(dist.group.WORLD, torch.device("cpu"))]
+    assert connected == [expected]
 
 
 def case_one_gpu():
@@ -184,7 +202,7 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(capsys, size, node
         env = dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=local)
         with (patch.dict(os.environ, {key: str(value) for key, value in env.items()}),
               patch.object(ranks, "open_group"), patch.object(ranks, "patient_group"),
-              patch.object(ranks, "connect"), patch.object(torch.cuda, "set_device"),
+              patch.object(torch.cuda, "set_device"),
               patch.object(torch.cuda, "is_available", lambda: gpus > 0),
               patch.object(torch.cuda, "get_device_capability", lambda index: (9, 0)),
               patch.object(torch.cuda, "device_count", lambda: gpus)):
@@ -223,6 +241,21 @@ def test_ranks_print_at_once():
     with redirect_stdout(io.TextIOWrapper(io.BufferedWriter(pipe))):
         ranks.print0(ranks.World(), "said")
         assert pipe.getvalue() == b"said\n"
+
+
+@pytest.mark.parametrize("disk", ["|", "/dev/full"])
+def test_ranks_train_on_if_a_log_line_cannot_be_printed(tmp, tmp_path, disk):
+    """Its reader went away, as of `train.py | head -1`; or the disk is full."""
+    program = "import sys, train; from ranks import run; run(train.main, sys.argv[1:])"
+    argv = arguments(tmp, tmp_path / "out", max_iters=3)
+    read, write = os.pipe() if disk == "|" else (0, os.open(disk, os.O_WRONLY))
+    if disk == "|":
+        os.close(read)
+    p = subprocess.run([sys.executable, "-c", program, *argv], stdout=write, stderr=subprocess.PIPE,
+                       text=True, cwd=HERE, timeout=100)
+    os.close(write)
+    assert (p.returncode, p.stderr) == (0, "")
+    assert (tmp_path / "out/ckpt.pt").exists()
 
 
 def test_ranks_of_srun_alone_are_no_ranks(monkeypatch):

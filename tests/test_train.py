@@ -11,6 +11,7 @@ did, what was called in which order, what a clock says.
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from dataclasses import asdict
@@ -286,6 +287,22 @@ def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
     assert ("context" in said) == (not asked)
 
 
+def test_start_says_that_the_data_has_grown(tmp, tmp_path, capsys):
+    """The order of its windows is another then; but not for a run of its own."""
+    data = shutil.copytree(f"{tmp}/toy", tmp_path / "toy")
+    run = dict(dataset=str(data), max_iters=2)
+    run_training(tmp, "grown", **run)
+    size = (data / "train.bin").stat().st_size // 2
+    for grown in (0, 99):
+        with open(data / "train.bin", "ab") as f:
+            f.write(bytes(2 * grown))
+        run_training(tmp, "grown", init_from="resume", **run)
+        line = f"toy: {size:,} tokens when the checkpoint was written, and now {size + 99:,} in"
+        assert (line in capsys.readouterr().out) == bool(grown)
+    run_training(tmp, "grown-2", init_from=f"{tmp}/grown", **run)
+    assert "when the checkpoint was written" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("keys, said", [
     (dict(dtype="bfloat16", frozen_dtype="bfloat16"), "no parameter is frozen"),
     ({}, ""), (dict(warmup_iters=5), "never reached"), (dict(warmup_iters=4), ""),
@@ -411,12 +428,12 @@ def test_evaluation_with_a_partial_last_batch_is_the_mean_over_windows(tmp):
     rows = torch.from_numpy(np.stack([tokens[16 * w:16 * w + 17] for w in range(37)]))
     with torch.no_grad():
         expected = gpt(rows[:, :-1], rows[:, 1:])[1].item()
-    sums = []  # of losses and of windows, on each rank, for both splits
+    sums = []  # (of losses, of windows), on each rank, for both splits
     for rank in range(2):
         world = World(rank, 2)
-        with patch.object(train, "all_reduce_mean_", lambda x, world: sums.append(x.item())):
+        with patch.object(train, "all_reduce_mean_", lambda x, world: sums.append(x.tolist()) or x):
             train.evaluate(gpt, train.open_batches(cfg, world), cfg, world)
-    total, windows = sum(sums[2::4]), sum(sums[3::4])  # after those of the train split
+    total, windows = np.sum(sums[1::2], axis=0)  # after those of the train split
     assert windows == 37 and total / windows == pytest.approx(expected, rel=1e-6)
 
 

@@ -6,9 +6,11 @@ Hugging Face's format, in and out: GPT-2, Llama and Qwen3 against transformers.
 A run from one directory to another, with its tokenizer, is in test_llama.py.
 """
 
+import http.server
 import json
 import os
 import sys
+import threading
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from harness import (
     run_training,
     started,
     steps,
+    torchrun,
     values,
 )
 from test_data import gpt2_or_skip
@@ -308,6 +311,75 @@ def test_huggingface_name_on_the_hub(monkeypatch, name, hub):
     assert refused(encoder, "bert-base-uncased") == "bert-base-uncased"  # no owner either
 
 
+def hub_of(model):
+    """A stand-in for the hub, of one model, org/model, whose files lie in the directory `model`.
+    Returns (server, which files it sent). The caller shuts it down."""
+    sent = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self, has_body=True):
+            if "org/model" not in self.path:
+                return self.send_error(404)
+            name = self.path.split("?")[0].rpartition("/")[2]
+            headers = {}
+            if self.path.startswith("/api/"):
+                files = [dict(type="file", path=path.name, rfilename=path.name, oid=path.name,
+                              size=path.stat().st_size) for path in model.iterdir()]
+                info = dict(id="org/model", sha="1" * 40, siblings=files)
+                body = json.dumps(files if "/tree/" in self.path else info).encode()
+            else:
+                body = (model / name).read_bytes()
+                headers = {"X-Repo-Commit": "1" * 40, "ETag": f'"{name}"'}
+            self.send_response(200)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if has_body:
+                self.wfile.write(body)
+                sent.append(name)
+
+        def do_HEAD(self):
+            self.do_GET(has_body=False)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, sent
+
+
+# What each node does that has a cache of its own.
+NODE = """
+import os, sys
+os.environ["HF_HOME"] = os.path.join(os.getcwd(), os.environ["RANK"])
+import ranks, start
+def main(name):
+    source = start.open_weights(name, ranks.setup("cpu", "auto"), "init_from")
+    print(source.path, source.get("model.model.norm.weight").sum().item())
+ranks.run(main, sys.argv[1])
+"""
+
+
+def test_huggingface_model_of_the_hub_on_two_nodes(tmp_path):
+    """Each opens the name in its own cache: rank 0's directory is not on the other node."""
+    model = make_hf(tmp_path / "model", "smollm2")
+    (tmp_path / "node.py").write_text(NODE)
+    server, sent = hub_of(tmp_path / "model")
+    env = dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_address[1]}", HF_HUB_OFFLINE="0",
+               NO_PROXY="127.0.0.1")
+    try:
+        p = torchrun(2, "node.py", "org/model", cwd=tmp_path, env=env)
+    finally:
+        server.shutdown()
+    assert p.returncode == 0, p.stderr
+    norm = model.model.norm.weight.sum().item()
+    for path, value in map(str.split, sorted(p.stdout.splitlines())):
+        assert os.path.exists(f"{path}/config.json") and float(value) == norm
+    assert all(f"{tmp_path}/{rank}/" in p.stdout for rank in range(2))
+    assert sent.count("model.safetensors.index.json") == 2  # once for each
+
+
 def test_huggingface_a_step_is_that_of_transformers_trainer(masked, tmp_path):  # noqa: F811
     """The same data, accumulated in the same way, from the same weights."""
     pytest.importorskip("accelerate")
@@ -324,7 +396,8 @@ def test_huggingface_a_step_is_that_of_transformers_trainer(masked, tmp_path):  
     cfg, source, _ = started(resolve(load_config(argv), world), world)
     wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world, source)
     run = SimpleNamespace(world=world, cfg=cfg, wrapped=wrapped, optimizer=optimizer,
-                          batches=loader.Batches(cfg, world))
+                          batches=loader.Batches(cfg, world),
+                          micro_batch=train.micro_batch(wrapped, cfg, world))
     norms = [steps(run, first=step)[1] for step in range(STEPS - 1)]
 
     x, y = windows_of(masked, "train")

@@ -149,8 +149,9 @@ def tracked(cfg, world):
                     tracker.reset_mod_stats()
             hook = torch.nn.modules.module.register_module_forward_pre_hook(restart)
             with tracker:
+                work = train.micro_batch(wrapped, cfg, world)
                 for step in range(2):  # the first makes the optimizer's state
-                    train.train_step(wrapped, optimizer, *step_of(cfg), step, cfg, world)
+                    train.train_step(wrapped, optimizer, *step_of(cfg), step, cfg, world, work)
             hook.remove()
             return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
@@ -221,9 +222,10 @@ def allocated(cfg, world):
     profiler heard from the CPU's allocator: rank 0's own, in a group that sends nothing."""
     with fake_group(world):
         wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world)
-        train.train_step(wrapped, optimizer, *step_of(cfg), 0, cfg, world)
+        work = train.micro_batch(wrapped, cfg, world)
+        train.train_step(wrapped, optimizer, *step_of(cfg), 0, cfg, world, work)
         with torch.profiler.profile(profile_memory=True) as profile:
-            train.train_step(wrapped, optimizer, *step_of(cfg), 1, cfg, world)
+            train.train_step(wrapped, optimizer, *step_of(cfg), 1, cfg, world, work)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

@@ -189,7 +189,7 @@ def a_save_does_not_wait_for_the_rows_that_it_writes(tmp, right):
         return 0.0, None
 
     saver = saves.Saver(
-        tmp, None, run.cfg, run.world, None, False, lambda *times: None)
+        tmp, None, run.cfg, run.world, None, False, run.batches, lambda *times: None)
     with (patch.object(torch.Tensor, "to", to if right else without_waiting),
           patch.object(saver, "write", keep),
           patch.object(saves, "require_finite_state")):
