@@ -70,6 +70,9 @@ def final_config(cfg, source, resumed, world):
         if changed:
             print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
     cfg = with_own_files(cfg, resumed, world)
+    opened = getattr(cfg.sizes, "opened", source)
+    if opened and not resumed and "dataset" not in opened.header["config"]:  # Hugging Face's
+        configurator.named_file(opened.path, "huggingface").require_tokenizer(opened, cfg)
     return cfg if source or hasattr(cfg.sizes, "opened") else with_vocabulary(cfg)
 
 

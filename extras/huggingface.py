@@ -1,5 +1,6 @@
 """
-GPT-2, Llama (1 to 3, TinyLlama, SmolLM2) and Qwen3 in Hugging Face's format, in and out.
+GPT-2, Llama (1 to 3, TinyLlama, SmolLM2), Mistral without a window, Qwen2, 2.5 and 3 in Hugging
+Face's format, in and out.
 
     python train.py extras/config/finetune_smollm2.py --init_from=HuggingFaceTB/SmolLM2-360M
     python train.py ... --init_from=DIR    # config.json, and model.safetensors or shards
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -35,17 +37,17 @@ from start import open_source, with_own_files
 # ---------- their names and ours ----------------------------------------------
 
 
-# keys: {our key: theirs}. fixed: {their key: the values that our model computes};
-# values[0] is the default.
+# keys: {our key: (theirs, what transformers takes if config.json lacks it)}.
+# fixed: {their key: the values that our model computes}; values[0] is the default.
 GPT2 = dict(
     name="GPT2LMHeadModel",  # transformers' class
     model="gpt2",  # our --model
     keys=dict(
-        n_layer="n_layer",
-        n_head="n_head",
-        n_embd="n_embd",
-        vocab_size="vocab_size",
-        block_size="n_positions",
+        n_layer=("n_layer", 12),
+        n_head=("n_head", 12),
+        n_embd=("n_embd", 768),
+        vocab_size=("vocab_size", 50257),
+        block_size=("n_positions", 1024),
     ),
     fixed=dict(
         activation_function=["gelu_new", "gelu_pytorch_tanh"],
@@ -61,28 +63,50 @@ LLAMA = dict(
     name="LlamaForCausalLM",
     model="llama",
     keys=dict(
-        n_layer="num_hidden_layers",
-        n_head="num_attention_heads",
-        n_kv_head="num_key_value_heads",
-        n_embd="hidden_size",
-        n_inner="intermediate_size",
-        head_dim="head_dim",
-        norm_eps="rms_norm_eps",
-        rope_theta="rope_theta",
-        tie_embeddings="tie_word_embeddings",
-        vocab_size="vocab_size",
-        block_size="max_position_embeddings",
+        n_layer=("num_hidden_layers", 32),
+        n_head=("num_attention_heads", 32),
+        n_kv_head=("num_key_value_heads", None),  # as many as n_head
+        n_embd=("hidden_size", 4096),
+        n_inner=("intermediate_size", 11008),
+        head_dim=("head_dim", None),  # n_embd / n_head
+        norm_eps=("rms_norm_eps", 1e-6),
+        rope_theta=("rope_theta", 1e4),
+        tie_embeddings=("tie_word_embeddings", False),
+        vocab_size=("vocab_size", 32000),
+        block_size=("max_position_embeddings", 2048),
     ),
     fixed=dict(
         hidden_act=["silu"],
         attention_bias=[False],
         mlp_bias=[False],
-        use_sliding_window=[False],
         quantization_config=[None],
     ),
 )
-QWEN3 = dict(LLAMA, name="Qwen3ForCausalLM")  # and qk_norm
-ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}  # by their model_type
+
+
+def like(base, name, fixed, **new):
+    """A kind of `base` that fixes other keys, and whose config.json has new defaults."""
+    keys = {ours: (key, new.get(key, old)) for ours, (key, old) in base["keys"].items()}
+    fixed = dict(hidden_act=["silu"], quantization_config=[None], **fixed)
+    return dict(base, name=name, keys=keys, fixed=fixed)
+
+
+MISTRAL = like(
+    LLAMA, "MistralForCausalLM", dict(sliding_window=[None]), num_key_value_heads=8,
+    intermediate_size=14336, max_position_embeddings=131072)
+QWEN2 = like(
+    LLAMA, "Qwen2ForCausalLM", dict(use_sliding_window=[False]), num_key_value_heads=32,
+    intermediate_size=22016, max_position_embeddings=32768, vocab_size=151936)
+QWEN3 = like(
+    QWEN2, "Qwen3ForCausalLM", dict(use_sliding_window=[False], attention_bias=[False]),
+    head_dim=128)
+# By their model_type.
+ARCHITECTURES = dict(gpt2=GPT2, llama=LLAMA, mistral=MISTRAL, qwen2=QWEN2, qwen3=QWEN3)
+OWN = dict(qk_norm="qwen3", qkv_bias="qwen2")  # {our key: the kind of Llama that has it}
+# What the names in a file begin with, all but the head's; and our names of both tables.
+BASES = dict(gpt2="transformer.", llama="model.")
+EMBEDDINGS = dict(gpt2="model.transformer.wte.weight", llama="model.model.embed_tokens.weight")
+HEAD = "model.lm_head.weight"
 # Llama 3.1's stretching of rotary positions, beside its factor.
 LLAMA3_SCALING = dict(
     rope_type="llama3",
@@ -97,19 +121,15 @@ TRANSPOSED = (
     "mlp.c_fc.weight",
     "mlp.c_proj.weight",
 )
-# The values that peft's adapter_config.json may have; values[0] is the default.
+# What peft's adapter_config.json may turn on. Other ways to begin, such as PiSSA, change the base.
 PEFT = dict(
-    peft_type=["LORA"],
-    bias=["none"],
-    use_dora=[False],
-    use_rslora=[False],
-    lora_bias=[False],
-    modules_to_save=[None, []],
-    rank_pattern=[{}, None],
-    alpha_pattern=[{}, None],
-    layers_to_transform=[None],
-    trainable_token_indices=[None],
-)
+    peft_type=["LORA"], bias=["none"], revision=["main"],
+    init_lora_weights=[True, "gaussian", "eva", "orthogonal", "mica"])
+# Its keys that we read, or that do not change what a trained adapter computes.
+PEFT_OTHERS = (
+    "base_model_name_or_path r lora_alpha lora_dropout target_modules exclude_modules task_type "
+    "layers_pattern fan_in_fan_out inference_mode auto_mapping peft_version megatron_core "
+    "eva_config qalora_group_size ensure_weight_tying").split()
 # Files that say where text ends and how chats are written. A checkpoint keeps their text,
 # since an export needs them again.
 KEPT = ("config.json", "generation_config.json", *BESIDE)
@@ -130,32 +150,39 @@ def open_pretrained(name, key="init_from"):
         return open_adapter(path, safe_open)
     places = {}  # {our key: (file, their key)}
     shapes = {}  # {our key: shape}
-    try:
-        theirs = json.loads((path / "config.json").read_text("utf-8"))
-        model, sizes = understand(theirs)
-        sizes = asdict(model_file(model).ModelConfig(**sizes))
-        for file in weight_files(path):
-            with safe_open(file, "pt") as opened:
-                for key in opened.keys():
-                    if key.endswith(BUFFERS):
-                        continue
-                    ours = f"model.{key}"
-                    if model == "gpt2" and key != "lm_head.weight":
-                        # On the hub some files lack the prefix.
-                        ours = "model.transformer." + key.removeprefix("transformer.")
-                    shape = tuple(opened.get_slice(key).get_shape())
-                    places[ours] = (file, key)
-                    shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
-    except Exception as e:
-        raise SystemExit(
-            f"{path}: cannot be read as a Hugging Face model, config.json and *.safetensors "
-            f"({type(e).__name__}: {first_line(e)})")
 
     def get(ours):
         """A view of the mapped file, in the file's type."""
         file, key = places[ours]
         tensor = safe_open(file, "pt").get_tensor(key)
         return tensor.t() if key.endswith(TRANSPOSED) else tensor
+
+    try:
+        theirs = json.loads((path / "config.json").read_text("utf-8"))
+        model, sizes = understand(theirs)
+        sizes = asdict(model_file(model).ModelConfig(**sizes))
+        embedding = EMBEDDINGS[model]
+        for file in weight_files(path):
+            with safe_open(file, "pt") as opened:
+                for key in opened.keys():
+                    ours = our_name(key, BASES[model])
+                    if ours.endswith(BUFFERS):
+                        continue
+                    shape = tuple(opened.get_slice(key).get_shape())
+                    places[ours] = (file, key)
+                    shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
+        if sizes.get("tie_embeddings", True) and HEAD in places:  # GPT-2's are always tied
+            if embedding not in places:
+                places[embedding] = places.pop(HEAD)
+                shapes[embedding] = shapes.pop(HEAD)
+            elif not torch.equal(get(HEAD), get(embedding)):
+                if model == "gpt2":
+                    raise ValueError("lm_head and wte differ, but gpt2 has one table for both")
+                sizes["tie_embeddings"] = False  # as transformers does then
+    except Exception as e:
+        raise SystemExit(
+            f"{path}: cannot be read as a Hugging Face model, config.json and *.safetensors "
+            f"({type(e).__name__}: {first_line(e)})")
 
     kept = [path / file for file in KEPT if (path / file).exists()]
     header = dict(
@@ -167,6 +194,13 @@ def open_pretrained(name, key="init_from"):
         kept={file.name: file.read_text("utf-8") for file in kept},
     )
     return Source(str(path), header, shapes, get)
+
+
+def our_name(key, base):
+    """Our name of their tensor. A model that was saved without its head has names without the base,
+    and one that another holds as its .model has it twice."""
+    name = key.removeprefix(base).removeprefix(base)
+    return HEAD if name == "lm_head.weight" else f"model.{base}{name}"
 
 
 def weight_files(path):
@@ -191,9 +225,11 @@ def open_adapter(path, safe_open):
     shapes = {}  # {our key: shape}
     try:
         theirs = json.loads((path / "adapter_config.json").read_text("utf-8"))
-        for key, values in PEFT.items():
-            if theirs.get(key, values[0]) not in values:
-                raise ValueError(f"{key}={theirs[key]!r}, but we compute only {values[0]!r}")
+        for key, value in [("peft_type", theirs.get("peft_type")), *theirs.items()]:
+            if value and key not in PEFT_OTHERS and value not in PEFT.get(key, ()):
+                raise ValueError(
+                    f"{key}={value!r} is more than plain LoRA: merge it into its base with "
+                    "peft's merge_and_unload()")
         with safe_open(file, "pt") as opened:
             for key in opened.keys():
                 if not re.search(r"\.\d+\..*\.lora_[AB]\.weight$", key):
@@ -205,8 +241,8 @@ def open_adapter(path, safe_open):
         if not base:
             raise ValueError("base_model_name_or_path is empty: write the base's name there")
         lora = dict(
-            lora_rank=theirs["r"],
-            lora_alpha=float(theirs["lora_alpha"]),
+            lora_rank=theirs.get("r", 8),  # peft's defaults
+            lora_alpha=float(theirs.get("lora_alpha", 8)),
             lora_targets=rf"\.({'|'.join(layers_of(shapes))})$",
         )
     except Exception as e:
@@ -237,39 +273,72 @@ def understand(theirs):
     model = ARCHITECTURES[kind]["model"]
     keys = ARCHITECTURES[kind]["keys"]
     fixed = dict(ARCHITECTURES[kind]["fixed"])
-    said = {key: value for key, value in theirs.items() if value is not None}
-    sizes = {ours: said[key] for ours, key in keys.items() if key in said}
+    said = {"sliding_window": 4096, **theirs}  # Mistral's default
+    sizes = {ours: said.get(key, default) for ours, (key, default) in keys.items()}
     if model == "gpt2":
+        # transformers takes Llama's names too.
+        names = {ours: LLAMA["keys"][ours][0] for ours in keys}
+        sizes.update({ours: said[key] for ours, key in names.items() if key in said})
         sizes["bias"] = True
         fixed["n_inner"] = [None, 4 * sizes["n_embd"]]
     else:
-        sizes["rope_theta"], sizes["rope_factor"] = rotary(theirs)
-        sizes["qk_norm"] = kind == "qwen3"
-        sizes.setdefault("n_kv_head", sizes["n_head"])
-        sizes.setdefault("tie_embeddings", False)
-        if sizes.get("head_dim") == sizes["n_embd"] // sizes["n_head"]:
+        sizes["rope_theta"], sizes["rope_factor"] = rotary(said)
+        sizes.update({key: kind == other for key, other in OWN.items()})
+        sizes["n_kv_head"] = sizes["n_kv_head"] or sizes["n_head"]
+        if sizes["head_dim"] in (None, sizes["n_embd"] // sizes["n_head"]):
             sizes["head_dim"] = 0  # our key for that case
+        # A window as long as the context hides nothing.
+        if (said["sliding_window"] or 0) >= sizes["block_size"]:
+            fixed.pop("sliding_window", None)
     for key, values in fixed.items():
-        if theirs.get(key, values[0]) not in values:
+        if said.get(key, values[0]) not in values:
             raise ValueError(
-                f"{key}={theirs[key]!r}, but {model} computes only {values[0]!r}")
+                f"{key}={said[key]!r}, but {model} computes only {values[0]!r}")
     return model, sizes
 
 
-def rotary(theirs):
+def rotary(said):
     """(base, factor) of Llama's rotary positions."""
-    rope = {
-        "rope_type": "default",
-        "rope_theta": theirs.get("rope_theta") or 1e4,
-        **(theirs.get("rope_scaling") or {}),
-        **(theirs.get("rope_parameters") or {}),  # since transformers 5: both in one
-    }
+    # Since transformers 5 both are in rope_parameters, but rope_scaling comes first.
+    rope = dict(said.get("rope_scaling") or said.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", said.get("rope_theta", 1e4))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.update({key: said[key] for key in LLAMA3_SCALING if key in said})
     if rope.items() >= LLAMA3_SCALING.items():
         return rope["rope_theta"], rope["factor"]
-    if {rope["rope_type"], rope.get("type", "default")} != {"default"}:
+    if rope["rope_type"] != "default":
         raise ValueError(
             f"rotary positions {rope}, but llama computes only Llama 3's scaling")
     return rope["rope_theta"], 1.0
+
+
+def require_tokenizer(model, cfg):
+    """SystemExit if the data has another tokenizer than the model, a Source: more than a tenth of
+    the ids that both have are of other tokens. A base and its chat model differ in fewer. (A
+    refusal, since only who replaces a vocabulary on purpose can mean it.)"""
+    data = data_dir(cfg.dataset)
+    meta = {"vocab_size": 0, **read_meta(data)}
+    name = name_of(meta, data)
+    # Of these a few tokens are enough.
+    known = dict(bytes={97: "a"}, gpt2={64: "a", 262: "\u0120the", 10000: "\u0120pocket"})
+    ours = known.get(name) or dict(enumerate(meta.get("chars", ()))) or tokens_of(data)
+    theirs = tokens_of(model.path)
+    both = ours.keys() & theirs.keys()
+    if sum(ours[i] == theirs[i] for i in both) < 0.9 * len(both):
+        raise SystemExit(
+            f"dataset={cfg.dataset} has another tokenizer, {name}, than {model.path}: prepare it "
+            f"with --tokenizer={model.path}, or if you mean it, pass a copy without {TOKENIZER}")
+
+
+def tokens_of(directory):
+    """{id: token} of the directory's tokenizer.json, read as JSON: training needs no library. {}
+    if there is none, or a damaged one."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        vocab = json.loads(Path(directory, TOKENIZER).read_text("utf-8"))["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram's: [token, score]
+            return dict(enumerate(vocab))
+        return {i: token for token, i in vocab.items()}
+    return {}
 
 
 # ---------- out ---------------------------------------------------------------
@@ -371,22 +440,25 @@ def their_config(source, dtype):
     """config.json for a checkpoint. SystemExit if its model has no Hugging Face format."""
     sizes = source.header["model_args"]
     model = source.header["config"]["model"]
-    kind = "qwen3" if sizes.get("qk_norm") else model
-    if kind not in ARCHITECTURES:
-        raise SystemExit(
-            f"{source.path} holds model={model}, which has no Hugging Face format")
-    keys = ARCHITECTURES[kind]["keys"]
-    fixed = ARCHITECTURES[kind]["fixed"]
-    config = {key: values[0] for key, values in fixed.items() if values[0] is not None}
-    config.update({key: sizes[ours] for ours, key in keys.items()})
-    config["model_type"] = kind
-    config["architectures"] = [ARCHITECTURES[kind]["name"]]
-    config["dtype"] = dtype
-    # If training began with a released model, its config says where text ends.
+    # If training began with a released model, its config says which kind, and where text ends.
     kept = source.header.get("kept") or {}
     origin = {"bos_token_id": None, "eos_token_id": None}
     if "config.json" in kept:
         origin = json.loads(kept["config.json"])
+    kinds = [kind for key, kind in OWN.items() if sizes.get(key)] or [model]
+    if len(kinds) > 1 or model not in BASES:
+        raise SystemExit(
+            f"{source.path} holds model={model}: Hugging Face has no format for it, or none for "
+            f"{' with '.join(OWN)}")
+    is_mistral = kinds == ["llama"] and origin.get("model_type") == "mistral"
+    kind = "mistral" if is_mistral else kinds[0]
+    keys = ARCHITECTURES[kind]["keys"]
+    fixed = ARCHITECTURES[kind]["fixed"]
+    config = {key: values[0] for key, values in fixed.items() if key != "quantization_config"}
+    config.update({key: sizes[ours] for ours, (key, _) in keys.items()})
+    config["model_type"] = kind
+    config["architectures"] = [ARCHITECTURES[kind]["name"]]
+    config["dtype"] = dtype
     config.update({key: origin[key] for key in origin if key.endswith("_token_id")})
     if model == "gpt2":
         dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")

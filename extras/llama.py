@@ -1,5 +1,5 @@
 """
-Llama in one file: Llama 1 to 3, TinyLlama, SmolLM2, Qwen3's dense models. `--model=llama`.
+Llama in one file: Llama 1 to 3, TinyLlama, SmolLM2, Mistral, dense Qwen2 to 3. `--model=llama`.
 
     python train.py --model=llama config/quickstart.py --n_kv_head=2 --n_inner=344
     python train.py extras/config/finetune_smollm2.py    # from a model in Hugging Face's format
@@ -8,7 +8,7 @@ A second model that follows the contract in model.py, with Hugging Face's names.
 
 Sizes: B sequences of T tokens, C = n_embd, nh query heads of hs, nkv key-value heads.
 Architecture: Touvron et al. 2023 (Llama), Dubey et al. 2024 (Llama 3): RMSNorm before
-each part, rotary positions, grouped-query attention, SwiGLU, no biases.
+each part, rotary positions, grouped-query attention, SwiGLU, no biases (but Qwen2's).
 """
 
 import math
@@ -37,13 +37,14 @@ class LlamaConfig:
     rope_factor: float = 1.0  # stretches long ones: 8 in Llama 3.1 and 3.3, 32 in 3.2
     tie_embeddings: bool = True  # the head is the embedding, as in small models
     qk_norm: bool = False  # RMSNorm on each head's queries and keys: Qwen3
+    qkv_bias: bool = False  # biases of queries, keys and values: Qwen2
 
     def __post_init__(self):
-        may_be_0 = ("head_dim", "norm_eps", "tie_embeddings", "qk_norm")
+        may_be_0 = ("head_dim", "norm_eps", "tie_embeddings", "qk_norm", "qkv_bias")
         for key in LlamaConfig.__dataclass_fields__:
             value = getattr(self, key)
             least = 0 if key in may_be_0 else 1
-            if value < least:
+            if value is None or value < least:
                 raise ValueError(f"{key}={value} must be at least {least}")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(
@@ -108,9 +109,9 @@ class Attention(nn.Module):
         self.config = config
         C = config.n_embd
         hs = head_size(config)
-        self.q_proj = nn.Linear(C, config.n_head * hs, bias=False)
-        self.k_proj = nn.Linear(C, config.n_kv_head * hs, bias=False)
-        self.v_proj = nn.Linear(C, config.n_kv_head * hs, bias=False)
+        self.q_proj = nn.Linear(C, config.n_head * hs, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(C, config.n_kv_head * hs, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(C, config.n_kv_head * hs, bias=config.qkv_bias)
         if config.qk_norm:
             self.q_norm = nn.RMSNorm(hs, config.norm_eps)
             self.k_norm = nn.RMSNorm(hs, config.norm_eps)
@@ -208,6 +209,8 @@ class Llama(nn.Module):
         """As GPT's, with smaller values at the ends of residual branches. (transformers
         draws all values with 0.02.)"""
         module = name.split(".")[-2]
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
         if module.endswith("norm"):
             return torch.ones(shape)
         if module in ("o_proj", "down_proj"):  # the end of a residual branch

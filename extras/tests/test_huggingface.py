@@ -1,5 +1,5 @@
 """
-Hugging Face's format, in and out: GPT-2, Llama and Qwen3 against transformers.
+Hugging Face's format, in and out: GPT-2, Llama, Mistral and Qwen against transformers.
 
     python -m pytest -q tests/test_huggingface.py
 
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+from copy import deepcopy
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ from extras.huggingface import KEPT, export, open_pretrained, understand
 from ranks import setup
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors.torch")
 
 IDX = torch.arange(16)[None]
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -58,6 +59,9 @@ KINDS = {  # name: (transformers' model type, its config's values)
     "llama2": ("llama", dict(LLAMA, num_key_value_heads=6)),
     "llama3": ("llama", dict(LLAMA, rope_parameters=dict(LLAMA3, rope_theta=5e5))),
     "smollm2": ("llama", dict(LLAMA, tie_word_embeddings=True)),
+    "mistral": ("mistral", dict(LLAMA, sliding_window=None)),
+    "ministral": ("mistral", dict(LLAMA, sliding_window=512, head_dim=24)),  # all of the context
+    "qwen2": ("qwen2", LLAMA),
     "qwen3": ("qwen3", dict(LLAMA, head_dim=24)),
 }
 
@@ -102,12 +106,62 @@ def test_huggingface_logits_and_tokens_are_transformers(tmp_path, kind):
         export(open_pretrained(hf), str(tmp_path / dtype), dtype)
         back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
         assert type(back) is type(theirs) and back.dtype == getattr(torch, dtype)
+        assert getattr(back.config, "sliding_window", None) is None  # Mistral's default is 4096
         for name, p in theirs.named_parameters():
             assert torch.equal(back.get_parameter(name), p.to(back.dtype)), name
         tied = back.lm_head.weight.data_ptr() == back.get_input_embeddings().weight.data_ptr()
         assert tied == (kind in ("gpt2", "smollm2"))
         difference = (back.float().eval()(idx).logits - expected).abs().max()
         assert difference < (1e-4 if dtype == "float32" else 1.0)
+
+
+ODD = dict(  # no value is a default of transformers
+    gpt2=dict(n_layer=2, n_head=3, n_embd=48, n_positions=512, vocab_size=91),
+    llama=dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
+               intermediate_size=100, head_dim=24, rms_norm_eps=1e-3, rope_theta=5e5,
+               tie_word_embeddings=True, max_position_embeddings=512, vocab_size=91))
+ODD["mistral"] = dict(ODD["llama"], sliding_window=None)
+ODD["qwen2"] = ODD["qwen3"] = ODD["llama"]
+
+
+def understood(config):
+    """What we read from a config.json, or why not."""
+    try:
+        return understand(config)
+    except ValueError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_huggingface_takes_transformers_default_for_a_key_that_is_missing(kind):
+    """One by one, and for all at once, also for those that we only compare."""
+    read = understood(dict(ODD[kind], model_type=kind))
+    for missing in ODD[kind]:
+        rest = {key: value for key, value in ODD[kind].items() if key != missing}
+        theirs = transformers.AutoConfig.for_model(kind, **rest).to_dict()
+        found = understood(dict(rest, model_type=kind))
+        assert found == understood(theirs), missing
+        assert found != read or missing == "sliding_window"  # here longer than the context
+    theirs = transformers.AutoConfig.for_model(kind).to_dict()
+    assert understood({"model_type": kind}) == understood(theirs)
+    for key, computed in huggingface.ARCHITECTURES[kind]["fixed"].items():
+        assert computed[0] == theirs.get(key) or key == "sliding_window"
+
+
+@pytest.mark.parametrize("kind, config", [
+    ("qwen2", dict(num_key_value_heads=None)),  # as many as there are heads
+    ("mistral", dict(head_dim=None)),
+    ("gpt2", dict(num_attention_heads=4, hidden_size=64)),  # its other names
+    ("llama", dict(rope_scaling=LLAMA3, rope_parameters=dict(rope_type="default", rope_theta=9.0))),
+    ("llama", dict(rope_parameters=dict(LLAMA3, rope_theta=9.0))),
+    ("llama", dict(rope_parameters=dict(rope_type="default"))),
+    ("llama", dict(rope_scaling=dict(type="linear", factor=2.0))),
+    ("llama", dict(rope_scaling=dict(rope_type="default", type="linear", factor=2.0)))])
+def test_huggingface_reads_a_config_as_transformers_does(kind, config):
+    config = dict(ODD[kind], **config)
+    theirs = transformers.AutoConfig.for_model(kind, **deepcopy(config))
+    found, expected = (understood(one) for one in (dict(config, model_type=kind), theirs.to_dict()))
+    assert found == expected or "rotary positions" in found and "rotary positions" in expected
 
 
 def case_gpt2(path, strategy):
@@ -222,6 +276,8 @@ def test_huggingface_out_mistakes_are_one_clear_line(tmp_path):
     assert sorted(os.listdir(tmp_path)) == there
     source.header["config"] = {"model": "moe"}
     assert "model=moe" in refused(export, source, str(tmp_path))
+    source.header.update(config={"model": "llama"}, model_args=dict(qk_norm=True, qkv_bias=True))
+    assert "qk_norm with qkv_bias" in refused(export, source, str(tmp_path))
 
 
 def edited(**values):
@@ -279,12 +335,97 @@ def test_huggingface_odd_files_and_other_sizes_are_one_clear_line(tmp_path, edit
         assert torch.equal(ours(IDX, IDX)[0], plain_gpt()(IDX, IDX)[0])
 
 
+def rewritten(path, change):
+    """Write all weights into one file, after a change of {name: tensor}."""
+    tensors = {}
+    for file in path.glob("*.safetensors*"):
+        if file.suffix == ".safetensors":
+            tensors.update(safetensors.load_file(file))
+        file.unlink()
+    change(tensors)
+    safetensors.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def renamed(old, new):
+    """A change: this part of all names."""
+    def change(tensors):
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new, 1)] = tensors.pop(name)
+    return change
+
+
+def headless(tensors):
+    """A change: to the names of LlamaModel, with a buffer that older files have."""
+    renamed("model.", "")(tensors)
+    tensors["rotary_emb.inv_freq"] = torch.ones(4)
+
+
+def within(tensors):
+    """A change: to the names of a model that another holds as its .model."""
+    for name in [*tensors]:
+        tensors[f"model.{name}"] = tensors.pop(name)
+
+
+def doubled(factor, embedding="model.embed_tokens.weight"):
+    """A change: the head has a table of its own."""
+    def change(tensors):
+        tensors["lm_head.weight"] = factor * tensors[embedding]
+    return change
+
+
+def moved(tensors):
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+
+
+def tiny(tensors):
+    """A change: values so small that norm_eps counts."""
+    tensors["model.embed_tokens.weight"] *= 0.005
+
+
+@pytest.mark.parametrize("kind, change, config, tied", [
+    ("llama3", headless, {}, False),
+    ("smollm2", headless, {}, True),
+    ("llama3", within, {}, False),
+    ("smollm2", renamed("model.embed_tokens", "lm_head"), {}, True),
+    ("smollm2", doubled(1), {}, True),
+    ("smollm2", doubled(-1), {}, False),  # as FSDP saves a pair that it has untied
+    ("llama3", dict, dict(tie_word_embeddings=True), False),
+    ("mistral", headless, {}, False),
+    ("qwen2", headless, {}, False),
+    ("gpt2", renamed("transformer.", ""), {}, True),
+    ("gpt2", moved, {}, True),
+    ("gpt2", doubled(1, "transformer.wte.weight"), {}, True),
+    ("llama2", tiny, dict(rms_norm_eps=...), False),
+    ("qwen3", tiny, dict(rms_norm_eps=...), False),
+    ("llama3", dict, dict(original_max_position_embeddings=8192), False)])
+@torch.no_grad()
+def test_huggingface_odd_names_tables_and_configs_are_read_as_by_transformers(
+        tmp_path, kind, change, config, tied):
+    make_hf(tmp_path, kind)
+    rewritten(tmp_path, change)
+    text = json.loads((tmp_path / "config.json").read_text()) | config
+    text = {key: value for key, value in text.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours = loaded(tmp_path)
+    assert (ours(IDX, IDX)[0] - theirs(IDX).logits).abs().max() < 1e-4
+    embedding = next(ours.parameters())
+    assert (ours.lm_head.weight is embedding) == tied
+    export(open_pretrained(str(tmp_path)), str(tmp_path / "out"))
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert (back(IDX).logits - theirs(IDX).logits).abs().max() < 1e-4
+
+
 REFUSED = {
     "gpt2": dict(activation_function="relu", layer_norm_epsilon=1e-6, scale_attn_weights=False,
                  scale_attn_by_inverse_layer_idx=True, n_inner=100, tie_word_embeddings=False),
-    "llama2": dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", model_type="mistral",
-                   quantization_config=dict(bits=4), head_dim=7, num_key_value_heads=4),
-    "qwen3": dict(use_sliding_window=True),
+    "llama2": dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", model_type="phi3",
+                   quantization_config=dict(bits=4), head_dim=7, num_key_value_heads=4,
+                   rms_norm_eps=None, tie_word_embeddings=None),
+    "llama3": dict(original_max_position_embeddings=4096),  # it takes precedence
+    "mistral": dict(sliding_window=511),
+    "qwen2": dict(use_sliding_window=True),
+    "qwen3": dict(use_sliding_window=True, attention_bias=True),
 }
 SCALINGS = (dict(rope_type="yarn", factor=4.0), dict(type="linear", factor=2.0),
             dict(LLAMA3, low_freq_factor=2.0))
@@ -298,8 +439,16 @@ def test_huggingface_refuses_what_we_do_not_compute(tmp_path, kind, key, value):
     config = dict(values, vocab_size=91, model_type=model_type)
     understand(config)  # without the change
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-    said = {"rope_scaling": "rotary positions", "num_key_value_heads": "n_kv_head=4"}
+    said = {"rope_scaling": "rotary positions", "num_key_value_heads": "n_kv_head=4",
+            "original_max_position_embeddings": "rotary positions",
+            "rms_norm_eps": "norm_eps=None", "tie_word_embeddings": "tie_"}
     assert said.get(key, f"{key}={value!r}") in refused(open_pretrained, str(tmp_path))
+
+
+def test_huggingface_refuses_two_tables_of_gpt2(tmp_path):
+    make_hf(tmp_path, "gpt2")
+    rewritten(tmp_path, doubled(-1, "transformer.wte.weight"))
+    assert "lm_head and wte differ" in refused(open_pretrained, str(tmp_path))
 
 
 @pytest.mark.parametrize("name, hub", [

@@ -35,6 +35,7 @@ from harness import (
     tiny,
     values,
 )
+from test_data import gpt2_or_skip
 from test_huggingface import make_hf
 from torch.nn import functional as F
 
@@ -48,7 +49,7 @@ from data.loader import TokenFiles, read_meta
 from data.prepare import Job, chunks, encode
 from data.tokenizer import encoder, tokenizer
 from extras import llama
-from extras.huggingface import understand
+from extras.huggingface import byte_level, understand
 from extras.llama import attend_in_groups
 from ranks import setup
 
@@ -139,12 +140,14 @@ def test_llama_attention_stays_in_bf16_where_autocast_runs_rmsnorm_in_fp32(tmp):
 
 
 def test_llama_initial_values_cover_all(tmp):
-    sizes = dict(n_embd=192, n_inner=512, qk_norm=True, norm_eps=1e-3)
+    sizes = dict(n_embd=192, n_inner=512, qk_norm=True, qkv_bias=True, norm_eps=1e-3)
     model = plain_model(tiny(tmp, model="llama", **sizes))
     assert {m.eps for m in model.modules() if isinstance(m, torch.nn.RMSNorm)} == {1e-3}
     for name, p in model.named_parameters():
         if name.endswith("norm.weight"):
             assert (p == 1).all()
+        elif name.endswith("bias"):
+            assert (p == 0).all()
         else:
             std = 0.02 / 6**0.5 if re.search("o_proj|down_proj", name) else 0.02
             assert abs(p.std().item() / std - 1) < 0.05, name
@@ -305,6 +308,77 @@ def test_llama_from_hugging_face_and_back(tmp_path):
         p = Ranks(1, sample.main, [source, "--num_samples=1", "--max_new_tokens=20",
                                    "--dtype=float32", "--start=the quick fox"]).finish()
         assert p.returncode == 0 and p.stdout.startswith("the quick fox"), p.stderr
+
+
+def start_on(tmp_path, meta, *argv):
+    """Begin a run from the model in hf/ on data with this meta.json, in data/."""
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data" / "meta.json").write_text(json.dumps(meta))
+    argv = argv or (f"--init_from={tmp_path}/hf",)
+    argv = [*argv, f"--dataset={tmp_path}/data", "--device=cpu", f"--out_dir={tmp_path}/out"]
+    world = setup("cpu", "auto")
+    return started(resolve(load_config(argv), world), world)
+
+
+@pytest.mark.parametrize("meta", [
+    dict(tokenizer="bytes", vocab_size=257), dict(tokenizer="gpt2", vocab_size=50304),
+    dict(chars=sorted(set("".join(SENTENCES))), vocab_size=19), dict(tokenizer="tokenizer.json")])
+def test_tokenizer_of_the_data_is_the_models(tmp_path, meta):
+    """Else nothing that the model has learned would count. A copy without one starts."""
+    make_tokenizer(tmp_path / "hf")
+    make_hf(tmp_path / "hf", "smollm2", vocab_size=320)
+    other = tokenizers.Tokenizer(tokenizers.models.Unigram([(c, -1.0) for c in "<abcdefgh"], 0))
+    other.save(str(tmp_path / "other.json"))
+    os.makedirs(tmp_path / "data")
+    if meta.get("tokenizer") == "tokenizer.json":
+        os.rename(tmp_path / "other.json", tmp_path / "data" / "tokenizer.json")
+    lora = "--model=llama+lora", f"--base={tmp_path}/hf"
+    for argv in ((), lora):
+        line = refused(start_on, tmp_path, meta, *argv)
+        assert f"--tokenizer={tmp_path}/hf" in line and "another tokenizer" in line
+        assert meta.get("tokenizer", "characters") in line
+    (tmp_path / "hf" / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    start_on(tmp_path, meta)
+    os.remove(tmp_path / "hf" / "tokenizer.json")
+    start_on(tmp_path, meta)
+    start_on(tmp_path, meta, *lora)
+
+
+def test_tokenizer_of_a_chat_model_is_its_bases(tmp_path):
+    """With more tokens, a few of other names, and another start, end and template. And data that
+    does not say which it has may have any."""
+    make_hf(tmp_path / "hf", "smollm2", vocab_size=320)
+    make_tokenizer(tmp_path / "hf", end="<|im_end|>", more=["<|im_start|>"])
+    make_tokenizer(tmp_path / "data")
+    text = json.loads((tmp_path / "data" / "tokenizer.json").read_text())
+    renamed = dict(zip([*text["model"]["vocab"]][-5:], "vwxyz"))
+    text["model"] = dict(type="WordLevel", unk_token="<s>", vocab={
+        renamed.get(token, token) + "!" * (token in renamed): i
+        for token, i in text["model"]["vocab"].items()})
+    (tmp_path / "data" / "tokenizer.json").write_text(json.dumps(text))
+    start_on(tmp_path, dict(tokenizer="tokenizer.json"))
+    os.remove(tmp_path / "data" / "tokenizer.json")
+    for meta in ({}, dict(vocab_size=320), dict(tokenizer=None)):
+        start_on(tmp_path, meta)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_tokenizer_of_an_export_is_that_of_its_data(tmp_path, monkeypatch, name):
+    """As the hub's GPT-2 has tiktoken's."""
+    if name == "gpt2":
+        bpe = gpt2_or_skip(monkeypatch)
+        tokens = [bpe.decode_single_token_bytes(i) for i in range(bpe.eot_token)]
+    else:
+        tokens = [bytes([i]) for i in range(256)]
+    make_hf(tmp_path / "hf", "gpt2", vocab_size=len(tokens) + 1, n_embd=6)
+    for file, content in byte_level(tokens, len(tokens) + 1)[0].items():
+        (tmp_path / "hf" / file).write_bytes(content)
+    for other in ("gpt2", "bytes"):
+        meta = dict(tokenizer=other, vocab_size=len(tokens) + 1)
+        if other == name:
+            start_on(tmp_path, meta)
+        else:
+            assert f"another tokenizer, {other}" in refused(start_on, tmp_path, meta)
 
 
 def test_tokenizer_of_a_large_vocabulary_makes_uint32_files(tmp_path):

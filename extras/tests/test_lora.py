@@ -418,7 +418,7 @@ def peft_run(tmp_path, kind):
     hf = tmp_path / "hf"
     theirs = make_hf(hf, kind)
     names = {"smollm2": ["q_proj", "down_proj"], "llama3": ["v_proj", "up_proj"],
-             "gpt2": ["c_attn", "mlp.c_proj"]}[kind]
+             "qwen2": ["k_proj", "o_proj"], "gpt2": ["c_attn", "mlp.c_proj"]}[kind]
     world = setup("cpu", "auto")
     name = "gpt2" if kind == "gpt2" else "llama"
     argv = [f"--model={name}+lora", f"--base={hf}", "--device=cpu", "--compile=False",
@@ -437,7 +437,7 @@ def peft_run(tmp_path, kind):
     return cfg, ours, optimizer, theirs
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "llama3", "gpt2"])
+@pytest.mark.parametrize("kind", ["smollm2", "llama3", "qwen2", "gpt2"])
 def test_lora_ten_steps_are_pefts(tmp_path, kind):
     """Losses, logits and gradients; then out in peft's layout and merged, and in again."""
     transformers = pytest.importorskip("transformers")
@@ -522,6 +522,11 @@ def test_lora_export_command_opens_the_base(tmp, tmp_path, single):
 
 @pytest.mark.parametrize("config, said", [
     (dict(use_dora=True), "use_dora=True"),
+    (dict(use_rslora=True), "use_rslora=True"),
+    (dict(rank_pattern={"h.0.attn.c_attn": 2}), "rank_pattern={"),
+    (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+    (dict(init_lora_weights="pissa_niter_2"), "init_lora_weights='pissa_niter_2'"),
+    (dict(init_lora_weights="olora", target_modules=["attn.c_proj"]), "init_lora_weights='olora'"),
     (dict(layers_to_transform=[1]), "layers_to_transform=[1]"),
     (dict(trainable_token_indices=[1, 2]), "trainable_token_indices=[1, 2]"),
     (dict(target_modules=["c_attn", "wte"]), "wte.lora_embedding_A"),
@@ -534,3 +539,37 @@ def test_lora_peft_adapters_that_we_do_not_compute_are_refused(tmp_path, config,
     model.save_pretrained(str(tmp_path / "theirs"))
     line = refused(huggingface.open_pretrained, str(tmp_path / "theirs"))
     assert said in line and str(tmp_path) in line
+    if "merge_and_unload" in line:  # the remedy
+        model.merge_and_unload().save_pretrained(str(tmp_path / "merged"))
+        huggingface.open_pretrained(str(tmp_path / "merged"))
+
+
+@pytest.mark.parametrize("init", [False, "gaussian", "orthogonal", "eva", "mica"])
+@torch.no_grad()
+def test_lora_peft_adapters_are_read_however_they_begin(tmp_path, init):
+    """If they leave the base as it is. Keys that are off don't matter, not even later versions'."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from test_huggingface import loaded, make_hf
+    hf, path = tmp_path / "hf", tmp_path / "theirs"
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM",
+                             init_lora_weights=init)
+    model = peft.get_peft_model(make_hf(hf, "llama3"), config)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.add_(0.1 * torch.randn_like(p))
+    config.base_model_name_or_path = str(hf)
+    model.save_pretrained(str(path))
+    idx = torch.arange(16)[None]
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
+    before = base(idx).logits
+    expected = peft.PeftModel.from_pretrained(base, path).eval()(idx).logits
+    assert (expected - before).abs().max() > 0.1
+    text = json.loads((path / "adapter_config.json").read_text())
+    short = {key: value for key, value in text.items() if key not in ("r", "lora_alpha")}
+    for content in (text, short, dict(text, later=None, others=False, more={}, most=[])):
+        (path / "adapter_config.json").write_text(json.dumps(content))
+        assert (loaded(path)(idx, idx)[0] - expected).abs().max() < 1e-4
+    for key in {*text, "later"} - {*huggingface.PEFT_OTHERS}:
+        (path / "adapter_config.json").write_text(json.dumps(text | {key: "on"}))
+        assert f"{key}='on'" in refused(huggingface.open_pretrained, str(path))
