@@ -1,6 +1,6 @@
 """
-minimal.py and every config work. And the house stands as README draws it: which file may import
-which. What train.py takes on a machine with few GPUs is in test_ranks.py.
+minimal.py, docs/own_model.py and every config work. And the house stands as README draws it: which
+file may import which. What train.py takes on a machine with few GPUs is in test_ranks.py.
 
     python -m pytest -q tests/test_readme.py
     python -m pytest -q tests/test_readme.py -k house
@@ -48,7 +48,7 @@ def test_minimal_on_ranks_that_cannot_share_its_samples_is_one_line():
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and "12 samples" in p.stderr
 
 
-def launched(n, gpus, cwd, program):
+def launched(n, gpus, cwd, program, *args):
     """A program under torchrun, on a machine with so many GPUs."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
     env = dict(CUDA_VISIBLE_DEVICES=",".join(map(str, range(gpus))))
@@ -57,7 +57,7 @@ def launched(n, gpus, cwd, program):
     if gpus and simulates(gpus):
         launcher += ["-m", "simgpu"]
         env = dict(SIM_GPUS=str(gpus), PYTHONPATH=os.pathsep.join([SIMGPU, HERE]))
-    p = python(*launcher, program, cwd=cwd, env=env)
+    p = python(*launcher, program, *args, cwd=cwd, env=env)
     assert p.returncode == 0, p.stderr
     return p
 
@@ -110,6 +110,77 @@ def plain_minimal():
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model.state_dict()
+
+
+# -----------------------------------------------------------------------------
+# docs/own_model.py
+
+OWN = os.path.join(HERE, "docs", "own_model.py")
+
+
+def plain_own(steps):
+    """Its model in plain PyTorch, on whole batches: (losses, share of new images right, model)."""
+    code = ast.parse(read("docs/own_model.py"))
+    own = {"__name__": "own", "rank": 0, "size": 1, "device": "cpu"}
+    kept = [node for node in code.body if isinstance(node, (ast.ImportFrom, ast.ClassDef))
+            or getattr(node, "name", "") == "images_of" or ast.unparse(node) == "import torch"]
+    exec(compile(ast.Module(kept, []), OWN, "exec"), own)
+    torch.manual_seed(0)
+    model = own["Model"]()
+    optimizer = torch.optim.AdamW([
+        dict(params=[p for p in model.parameters() if p.dim() == 1], weight_decay=0),
+        dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=0.1)], lr=1e-4)
+    losses = []
+    for step in range(steps):
+        x, y = own["images_of"](step)
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    x, y = own["images_of"](-2)
+    return losses, (model(x).argmax(dim=1) == y).float().mean().item(), model
+
+
+def own_run(n, cwd, *args, gpus=0):
+    """What it printed: ({step: loss}, percentage of new images right)."""
+    p = launched(n, gpus, cwd, OWN, *args)
+    assert "Warning" not in p.stderr, p.stderr
+    assert p.stdout.count("are right") == 1  # one rank speaks
+    losses = re.findall(r"step (\d+): loss (\S+)", p.stdout)
+    losses = {int(step): float(loss) for step, loss in losses}
+    return losses, int(re.search(r"(\d+)% of new images", p.stdout)[1])
+
+
+def test_own_model_trains_as_plain_pytorch(tmp_path):
+    """On two ranks, then on three from their checkpoint, with whole weights in the end. And by
+    itself without sharding."""
+    expected, right, model = plain_own(60)
+    losses, _ = own_run(2, tmp_path, "--save=saved")
+    more, found = own_run(3, tmp_path, "--resume=saved/step-40", "--steps=60", "--save=saved")
+    losses.update(more)
+    assert losses == {step: pytest.approx(expected[step - 1], abs=1.5e-4)  # it prints four digits
+                      for step in range(10, 61, 10)}
+    assert found == pytest.approx(100 * right, abs=1.1)
+    saved = torch.load(tmp_path / "saved" / "weights.pt")
+    for name, p in model.state_dict().items():
+        assert (saved.pop(name) - p).norm() < 1e-2 * p.norm(), name
+    assert not saved
+    plain, found = own_run(2, tmp_path, "--plain", "--steps=30")
+    assert plain == {step: losses[step] for step in (10, 20, 30)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n, gpus, options, tolerance", [
+    (1, 0, [], 1.5e-4), (2, 2, [], 1.5e-4), (2, 0, ["--bf16"], 5e-3), (1, 0, ["--bf16"], 5e-3),
+    (2, 0, ["--plain", "--bf16"], 5e-3)])
+def test_own_model_in_other_modes(tmp_path, n, gpus, options, tolerance):
+    expected, _, model = plain_own(20)
+    losses, _ = own_run(n, tmp_path, "--steps=20", *options, gpus=gpus)
+    assert losses == {step: pytest.approx(expected[step - 1], abs=tolerance) for step in (10, 20)}
+    exact = own_run(n, tmp_path, "--steps=20")[0] if options else losses
+    assert (losses == exact) == (not options)  # the option does something
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from test_mistakes import (  # noqa: F401  pytest finds them here
 
 TABLE = r"""
 load
-  --model=llama --dropout=0.1; --model=llama --bias=True | --help
+  --model=llama --dropout=0.1 | --help
+  --model=llama --bias=True | qkv_bias
   --model=llama --n_inner=0 | at least 1
   --model=llama --norm_eps=x | finite
   --model=llama --qk_norm=1 | True or False
