@@ -440,3 +440,24 @@ def test_simgpu_a_step_takes_as_long_as_the_plan_says(tmp, clock, way, monkeypat
     monkeypatch.setattr("extras.plan.timing.TAKEN", 0.0)
     planned = plan(cfg, world, machine)["step"].on_gpu
     assert values(clock, way)[0] == pytest.approx(planned, rel=TIMED[way])
+
+
+# ---------- communicators -----------------------------------------------------
+
+
+def case_groups(tmp, name, **keys):
+    """The sizes of the groups in which NCCL runs during a whole run, which keep its memory."""
+    with simgpu.watch() as seen:
+        run_training(tmp, f"groups {name}", init_from="scratch", **BASE, **keys)
+    return sorted({int(event.what.split()[-2]) for event in seen.collectives})
+
+
+def test_simgpu_hybrid_sharding_needs_no_nccl_among_all_ranks(tmp):
+    """Norms, logged losses, evaluations and a full checkpoint included. One group is all ranks."""
+    hybrid = dict(strategy="hybrid_shard", shard_group_size=2)
+    runs = {"2": hybrid, "sharded": dict(hybrid, checkpoint="sharded"),
+            "4": dict(hybrid, shard_group_size=4), "ddp": dict(strategy="ddp")}
+    results = on_ranks(4, {name: (case_groups, dict(tmp=tmp, name=name, device="cuda", **keys))
+                           for name, keys in runs.items()})
+    for name, sizes in {"2": [2], "sharded": [2], "4": [4], "ddp": [4]}.items():
+        assert values(results, name) == [sizes] * 4
