@@ -24,7 +24,6 @@ from commands import (
     SCRIPT,
     Not,
     Run,
-    commands_of,
     in_the_table,
     make_clone,
     pages,
@@ -49,7 +48,7 @@ ONE_GPU = Not("test_cuda_page_starts_two_nodes_on_one_gpu")
 FAIRSEQ = Not("13B: test_commands_for_fairseqs_two_resolve")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
-AGAIN = Not("line by line: test_commands_of_the_first_block_run_as_they_stand compares the two")
+OWN = Run(["--steps=10"])
 LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave
 
 # {page: [(how a command begins, what to do with it)]}, in the page's order
@@ -58,19 +57,13 @@ ROWS = {
         ("python3 -m venv .venv", INSTALL),
         (". .venv/bin/activate", INSTALL),
         ("pip install -r requirements.txt", INSTALL),
+        ("torchrun --standalone --nproc_per_node=2 minimal.py", Run(exact="2")),
         ("python data/python_stdlib/prepare.py", Run()),
         ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py",
          trains(2, shows="step")),
         ("python sample.py --out_dir=out-quickstart", SAMPLE),
-        ("python3 -m venv .venv", AGAIN),
-        (". .venv/bin/activate", AGAIN),
-        ("pip install -r requirements.txt", AGAIN),
-        ("python data/python_stdlib/prepare.py", AGAIN),
-        ("torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py", AGAIN),
-        ("python sample.py --out_dir=out-quickstart", AGAIN),
-        ("torchrun --standalone --nproc_per_node=2 minimal.py", Run(exact="2.15")),
-        ("python train.py config/quickstart.py --dtype=float32", LOSSES),
-        ("for strategy in ddp shard_grad_op full_shard; do torchrun", LOSSES),
+        ("torchrun --standalone --nproc_per_node=2 docs/own_model.py", OWN),
+        ("torchrun --standalone --nproc_per_node=2 docs/own_model.py --plain", OWN),
         ("python -m extras.plan extras/config/llama2_7b.py --world_size=8",
          Run(exact="2", needs="extras")),
         ("python data/openwebtext/prepare.py --limit=10000", NETWORK),
@@ -114,6 +107,10 @@ ROWS = {
         ("python -m pytest -q tests/test_optimizer.py --optimizer=nadam", FORK),
         ("python train.py config/quickstart.py --optimizer=nadam", FORK),
         ("python train.py config/quickstart.py --model=gpt2+scale", SCALE),
+    ],
+    "docs/fsdp.md": [
+        ("python train.py config/quickstart.py --dtype=float32", LOSSES),
+        ("for strategy in ddp shard_grad_op full_shard; do torchrun", LOSSES),
     ],
     "docs/measurements.md": [
         ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
@@ -162,9 +159,7 @@ def clone(tmp_path_factory):
 
 
 def test_commands_of_the_first_block_run_as_they_stand(clone):
-    """README's, up to its sample: data, a run on two ranks, text."""
-    block, lines = re.findall(r"^```sh\n(.*?)^```", read("README.md"), re.M | re.S)[:2]
-    assert commands_of(block) == commands_of(lines)
+    """README's, up to its sample: minimal.py, data, a run on two ranks, text."""
     rows = [row for _, row in ROWS["README.md"]]
     run_page(clone, "README.md", ROWS["README.md"][:rows.index(SAMPLE) + 1])
 
@@ -181,15 +176,17 @@ def test_commands_run_as_they_stand_on_the_page(clone, page):
 
 @pytest.mark.slow
 def test_commands_table_of_losses(clone):
-    """README's four runs have its losses, all four alike. Another Python has other data."""
-    table = re.findall(r"^\| (\d+) \| ([\d.]+) \| (.*) \|$", read("README.md"), re.M)
+    """The four runs of docs/fsdp.md have its losses, all four alike. Another Python has other
+    data."""
+    page = read("docs/fsdp.md")
+    table = re.findall(r"^\| (\d+) \| ([\d.]+) \| (.*) \|$", page, re.M)
     assert [int(step) for step, *_ in table] == [0, 40]
     assert all(set(others.split(" | ")) == {first} for _, first, others in table)
     names = ("single", "ddp", "shard_grad_op", "full_shard")
     runs = [losses(clone / f"out-{name}") for name in names]
     for run in runs:
         assert run == pytest.approx(runs[0], abs=1e-5)
-    if f"Python {platform.python_version()}'s standard library" in read("README.md"):
+    if f"Python {platform.python_version()}'s standard library" in page:
         for step, first, _ in table:  # of the losses every tenth is logged
             assert runs[0][int(step) // 10] == pytest.approx(float(first), abs=2e-4)
 
