@@ -5,6 +5,7 @@ its docstring shows. And models that are not ours: with buffers, with values, od
     python -m pytest -q tests/test_alone.py
 """
 
+import ast
 import copy
 import os
 import re
@@ -117,10 +118,25 @@ def docstring_lines():
 
 
 def documented_lines():
-    """The code of the section "In your own project"."""
+    """The code of the section "In your own project", and own_model.py's functions that it names,
+    with the average as it says."""
     with open(os.path.join(HERE, "docs", "your_model.md")) as f:
         section = re.search(r"\n## In your own project\n(.*?)\n## ", f.read(), re.S)[1]
-    return "\n".join(re.findall(r"```python\n(.*?)```", section, re.S))
+    with open(os.path.join(HERE, "docs", "own_model.py")) as f:
+        own = f.read()
+    functions = [node for node in ast.parse(own).body if getattr(node, "name", "") in OWN]
+    assert len(functions) == len(OWN) and all(f"`{name}`" in section for name in OWN)
+    average = re.search(r'`("average": .*?)`', section)[1]
+    code = "\n".join(ast.get_source_segment(own, node) for node in functions)
+    code, changed = re.subn(r'("step": \w+)}', rf"\1, {average}}}", code)
+    assert changed == 2
+    imports = re.search(r"^import torch.distributed.checkpoint .*\n", own, re.M)[0]
+    imports += re.search(r"^from torch.distributed.checkpoint.state_dict .*\n", own, re.M)[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    return "\n".join([imports, code, *blocks])
+
+
+OWN = ("save", "resume")
 
 
 def one_process():
