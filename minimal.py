@@ -4,8 +4,8 @@ FSDP2 at its smallest. A small GPT learns to write Python from PyTorch's own sou
     torchrun --standalone --nproc_per_node=2 minimal.py
 
 Each process (a rank) keeps some rows of every parameter. It holds a whole block only while
-that block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py is the same
-lines with options, and train.py the same step with everything a run needs.
+that block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py has the
+same steps with options, and train.py with everything that a run needs.
 """
 
 import os
