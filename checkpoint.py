@@ -431,7 +431,7 @@ def open_intact(path, step, world):
     try:
         source = open_one(path)
         if source.header["iter_num"] != step:  # by a run that is still going
-            return None, "replaced since rank 0 listed it"
+            return None, "replaced meanwhile by a run that goes on (try again)"
         return (source, None) if is_intact(source, world) else (None, "damaged: wrong checksums")
     except Exception as e:  # damage raises almost anything
         return None, unreadable(e)

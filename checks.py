@@ -69,17 +69,21 @@ def refuse_rounding(model):
 
 def after_building(model, optimizer, *others):
     """Raise if the optimizer trains a parameter that neither the model nor the other modules
-    have, or if a trained parameter's updates would be rounded: somebody called
-    model.to(torch.bfloat16) after `shard`."""
+    have, or a gathered copy; or if a trained parameter's updates would be rounded, as after
+    model.to(torch.bfloat16)."""
     owned = {p for module in (model, *others) for p in module.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
+    is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if is_sharded:
+        owned = {p for p in owned if isinstance(p, DTensor)}  # a forward has gathered the others
     strange = [tuple(p.shape) for p in held if p.requires_grad and p not in owned]
     if strange:
         raise ValueError(
             f"the optimizer trains {len(strange)} parameters that are not the model's, with shapes "
-            f"{strange[:3]}. Either it was made before `shard`, which replaces them: make it "
-            "after. Or they are of another module, such as a loss, and each rank would train its "
-            "own: put it into the model, or shard it too and pass it to after_building")
+            f"{strange[:3]}. Either it was made before `shard`, or after a forward, which replace "
+            "them: make it right after `shard`. Or they are of another module, such as a loss, and "
+            "each rank would train its own: put it into the model, or shard it too and pass it to "
+            "after_building")
     for module in (model, *others):
         refuse_rounding(module)
 

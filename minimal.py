@@ -1,11 +1,11 @@
 """
-FSDP2 at its smallest. A small GPT learns to write Python from PyTorch's own source:
+FSDP2 at its smallest. A small GPT learns the text of torch/__init__.py:
 
     torchrun --standalone --nproc_per_node=2 minimal.py
 
 Each process (a rank) keeps some rows of every parameter. It holds a whole block only while
-that block runs. Try 1 and 3 processes too: the losses are the same. fsdp.py has the
-same steps with options, and train.py with everything that a run needs.
+that block runs (on GPUs the next one too). Try 1 and 3 processes too: the losses are the same.
+fsdp.py has the same steps with options, and train.py with everything that a run needs.
 """
 
 import os

@@ -10,6 +10,7 @@ WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Without them this process is alone.
 """
 
 import functools
+import math
 import os
 import resource
 import signal
@@ -108,7 +109,8 @@ def connect(device, unit, mesh=None, with_gather=False):
     among all ranks, with DDP       all-reduce of a bucket, about as large as a unit
 
     What the ranks agree on in host memory goes over gloo. Muon connects its own.
-    unit: a module with a usual unit's parameters. NCCL chooses an algorithm by a message's size.
+    unit: a module with a usual unit's parameters. NCCL chooses an algorithm by a message's size:
+        here that of fp32, in which gradients are reduced. (In bf16 a gather sends half.)
     mesh: from make_mesh; None for DDP.
     """
     groups = mesh.get_all_groups() if mesh else [dist.group.WORLD]
@@ -118,17 +120,16 @@ def connect(device, unit, mesh=None, with_gather=False):
     if "nccl" not in dist.get_backend_config(groups[0]):
         return
     numel = sum(p.numel() for p in unit.parameters())
-    rows = torch.ones(numel, device=device)
+    size = mesh.size(-1) if mesh else 1
+    rows = torch.ones(math.ceil(numel / size), device=device)
     if mesh:
         shard_group = groups.pop()
-        size = mesh.size(-1)
-        rows = torch.ones(numel // size + 1, device=device)
-        unit = torch.ones(len(rows) * size, device=device)
-        dist.all_gather_single(unit, rows, group=shard_group)
-        dist.reduce_scatter_single(rows, unit, group=shard_group)
+        whole = torch.ones(len(rows) * size, device=device)
+        dist.all_gather_single(whole, rows, group=shard_group)
+        dist.reduce_scatter_single(rows, whole, group=shard_group)
         dist.all_reduce(rows[:1], group=shard_group)
         if with_gather and 0 in dist.get_process_group_ranks(shard_group):
-            pieces = list(unit.split(len(rows))) if dist.get_rank() == 0 else None
+            pieces = list(whole.split(len(rows))) if dist.get_rank() == 0 else None
             dist.gather(rows, pieces, dst=0, group=shard_group)
     for replicas in groups:
         dist.all_reduce(rows, group=replicas)

@@ -30,14 +30,13 @@ function
 - finds its parameters and gradients where they were: zero gradients in place;
 - runs on one stream, which is not the default one, from the start of the run.
 The GPU's random numbers follow the torch.manual_seed before the call.
+
+Until 2026-11-27 it has run on simulated GPUs only, and its prototype on an H200.
 """
 
-import os
 import traceback
 
 import torch
-
-TORCH = os.path.dirname(torch.__file__)
 
 
 class Recorded:
@@ -82,7 +81,7 @@ class Recorded:
         if is_compared and not torch.allclose(result, expected, rtol=0.01, equal_nan=True):
             raise SystemExit(
                 f"a replay's result is {result:.4f}, and the function's {expected:.4f}: it decides "
-                "something on the host, so don't record it (--cuda_graph=False)")
+                "something on the host, so don't record it (train.py's --cuda_graph=False)")
         return result
 
     def record(self, tensors):
@@ -94,11 +93,13 @@ class Recorded:
             with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
                 result = self.function(*inputs)
         except RuntimeError as e:
-            while e.__context__:  # the end of a failed recording fails too
-                e = e.__context__
+            if "during capture" in str(e):  # the end of a failed recording fails too
+                e = e.__context__ or e
+            if isinstance(e, (torch.OutOfMemoryError, torch.distributed.DistBackendError)):
+                raise e
             calls = traceback.extract_tb(e.__traceback__)
-            call = [call for call in calls if not call.filename.startswith(TORCH)][-1]
+            at = [call for call in calls if not call.filename.startswith(torch.__path__[0])][-1]
+            why = " ".join(str(e).splitlines()[:1])
             raise SystemExit(
-                f"{call.filename}:{call.lineno} cannot be recorded ({str(e).splitlines()[0]}): "
-                "don't record it (--cuda_graph=False)")
+                f"{at.filename}:{at.lineno} cannot be recorded ({why}); pass --cuda_graph=False")
         return graph, inputs, result

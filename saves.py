@@ -6,7 +6,7 @@ and how they are written while training goes on.
     directory.lock()                          # rank 0, before it chooses a checkpoint
     run_id = directory.claim(source, resumed) # rank 0, once every check has passed
     saver = Saver(directory.path, run_id, cfg, world, source, resumed, batches, report)
-    saver.save(model, optimizer, scaler, step, best_val_loss)  # if is_due(cfg, step, ...)
+    saver.save(model, optimizer, scaler, step, improved)  # if is_due(cfg, step, ...)
     saver.poll()                              # in each step: a save may have failed
     saver.finish()                            # at the end
 
@@ -84,6 +84,8 @@ class RunDirectory:
                 raise SystemExit(
                     f"out_dir={self.path} is in use by {holder}; wait until that run ends, or "
                     "pass another --out_dir")
+            if seconds == 120:
+                print(f"out_dir={self.path} is in use by {holder}: waiting for two minutes")
             time.sleep(10)
             self.lock_file = None
             return self.lock(seconds - 10)
@@ -192,7 +194,8 @@ class Saver:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def improves(self, val_loss):
-        """True if this validation loss is the best so far."""
+        """True if this validation loss is the best so far (all ranks, which must agree)."""
+        self.wait()  # a best one that could not be saved is none
         before = self.best_val_loss
         self.best_val_loss = min(before, val_loss)
         return val_loss < before

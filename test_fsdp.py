@@ -531,7 +531,7 @@ def case_overflow(tmp, **overrides):
     scale = [scaler.scale]
     if rank == 1:  # one rank's loss becomes so large that its gradients leave float16
         scaler.scale = 3e38
-    steps(run, first=1, scaler=scaler)
+    before = steps(run, first=1, scaler=scaler)[0]
     skipped = whole(run)
     scale.append(scaler.scale)
     if rank == 1:
@@ -542,7 +542,8 @@ def case_overflow(tmp, **overrides):
     moved = [n for n in weights if rank == 0 and not torch.equal(weights[n], skipped[n])]
     unmoved = [n for n in weights if rank == 0 and torch.equal(skipped[n], later[n])]
     masters = {str(p.dtype) for p in run.model.parameters()}
-    return dict(scale=scale, loss=loss, norm=norm, moved=moved, unmoved=unmoved, masters=[*masters])
+    return dict(scale=scale, loss=loss, norm=norm, moved=moved, unmoved=unmoved,
+                masters=[*masters], before=before)
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
@@ -552,6 +553,8 @@ def test_precision_float16_overflow_skips_the_step_on_all_ranks(ranks, name):
     assert one["scale"][1] < 3e38 and one["scale"][2] == 512.0
     assert (zero["moved"], zero["unmoved"], zero["masters"]) == ([], [], ["torch.float32"])
     assert math.isfinite(zero["loss"]) and math.isfinite(zero["norm"])
+    # The skipped step's loss is divided by the scale that it had, not by the next step's.
+    assert zero["before"] == pytest.approx(zero["loss"], rel=0.1)
 
 
 @case(*((2, f"eval-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))

@@ -185,7 +185,8 @@ def make_optimizer(model, cfg):
 
 def micro_batch(wrapped, cfg, world):
     """The function that train_step calls for each micro-batch: (x, y, weight) -> its part of the
-    step's loss, a 0-d tensor. It adds to the gradients. With cuda_graph it is recorded."""
+    step's loss, times float16's scale, a 0-d tensor. It adds to the gradients. With cuda_graph it
+    is recorded."""
     accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches per rank
 
     def forward_backward(x, y, weight):
@@ -214,6 +215,7 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_ba
         group["lr"] = learning_rate_at(step, cfg)
     every = cfg.grad_sync == "every"
     keep_gathered = not every and not STRATEGIES[cfg.strategy].reshard_after_forward
+    scale = scaler.scale  # which this step may change, in the end
     step_loss = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
@@ -227,16 +229,16 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_ba
         # weight is n / mean(n): n targets count in this micro-batch, and the mean is over all
         # micro-batches of the step (data/loader.py). So each target of the step counts equally.
         # A tensor, since a recording would keep a number. (`full` does not wait for the GPU.)
-        weight = torch.full((), weight * scaler.scale, device=world.device)
+        weight = torch.full((), weight * scale, device=world.device)
         step_loss += forward_backward(x, y, weight)
         # Fetch the next micro-batch while the GPU works on this one.
         batches.prefetch_next(step, micro)
-    norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scaler.scale)
+    norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scale)
     # float16: if a gradient overflowed on any rank, all ranks skip the step.
     if scaler.accepts(norm):
         optimizer.step()
     fsdp.zero_grad(wrapped, optimizer, in_place=cfg.cuda_graph)
-    return step_loss / scaler.scale, norm
+    return step_loss / scale, norm
 
 
 def evaluate(wrapped, batches, cfg, world):

@@ -33,7 +33,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--plain", action="store_true", help="train in one process, without FSDP2")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--save", help="a directory for the checkpoint and the whole weights")
+parser.add_argument("--save", help="a directory for checkpoints, and the whole weights")
 parser.add_argument("--resume", help="a checkpoint, such as out-own/step-40")
 args = parser.parse_args()
 
@@ -42,6 +42,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.patches = nn.Conv2d(1, 64, kernel_size=4, stride=4)
+        angles = torch.outer(torch.arange(16), torch.logspace(0, -2, 32))
+        self.register_buffer("places", torch.cat([angles.sin(), angles.cos()], dim=1))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(4))
@@ -49,14 +51,16 @@ class Model(nn.Module):
 
     def forward(self, images):  # (B, 1, 16, 16) to (B, 10)
         x = self.patches(images).flatten(2).mT
+        x = x + self.places.type_as(x)  # a buffer stays in fp32
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(dim=1))
 
 
 def images_of(step):
-    """This rank's share of a step's 96 images and their labels. All shares are equal, so that the
-    mean over ranks is the mean over images. (With a data set: PyTorch's DistributedSampler.)"""
+    """This rank's share of a step's 96 images and their labels. All shares are equal, so the mean
+    over ranks and micro-batches is the mean over images. (With a data set: PyTorch's
+    DistributedSampler.)"""
     patterns = torch.randn(10, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + step)
     y = torch.randint(10, (96,), generator=generator)
@@ -78,8 +82,8 @@ def save(path, step):
 
 
 def resume(path):
-    """On any number of ranks. Returns the step. (PyTorch unpickles one of the files, so read only
-    files that you trust.)"""
+    """On any number of ranks. Returns the step. (PyTorch unpickles parts of the files, so read only
+    those that you trust.)"""
     weights, state = get_state_dict(model, optimizer)  # this rank's rows, to read into
     saved = {"model": weights, "optimizer": state, "step": 0}
     dcp.load(saved, checkpoint_id=path)
@@ -93,6 +97,8 @@ rank = int(os.environ.get("RANK", 0))
 if args.plain and rank:
     sys.exit()  # rank 0 trains alone
 size = int(os.environ["WORLD_SIZE"]) if is_sharded else 1
+if 96 % (2 * size):
+    raise SystemExit(f"{size} processes cannot share 96 images equally: take 1, 2, 3, 4, 6 or 8")
 device = "cpu"
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
@@ -109,8 +115,10 @@ checks.before_sharding(model)
 if is_sharded:
     policy = fsdp.mixed_precision(torch.bfloat16) if args.bf16 else None
     fsdp.shard(model, model.blocks, fsdp.make_mesh(device), mp_policy=policy)
-model.to(device)
-torch.manual_seed(1 + rank)  # from here on each rank draws dropout and noise of its own
+else:
+    model.to(device)
+if rank == 0:
+    print(f"{size} x {device}, {'sharded' if is_sharded else 'not sharded'}", flush=True)
 
 # 3) The optimizer, after `shard`, which replaces the parameters.
 matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -118,10 +126,12 @@ vectors = [p for p in model.parameters() if p.dim() == 1]
 groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
 optimizer = torch.optim.AdamW(groups, lr=1e-4)
 checks.after_building(model, optimizer)
-step = resume(args.resume) if args.resume else 0
+step = first = resume(args.resume) if args.resume else 0
 
-# 4) Train. A step has two micro-batches.
+# 4) Train. A step has two micro-batches. (Run a new model's first steps inside
+#    checks.check_units(model).)
 while step < args.steps:
+    torch.manual_seed(1 + step * size + rank)  # dropout and noise of this rank's own
     images, labels = images_of(step)
     total = torch.zeros((), device=device)
     for i, (x, y) in enumerate(zip(images.chunk(2), labels.chunk(2))):
@@ -131,13 +141,18 @@ while step < args.steps:
         loss = F.cross_entropy(logits.float(), y) / 2  # bfloat16 is too coarse for a loss
         loss.backward()  # gathers again, averages gradients over ranks, keeps its rows of them
         total += loss.detach()
-    fsdp.clip_grad_norm(model, 1.0)
+    norm = fsdp.clip_grad_norm(model, 1.0)
     optimizer.step()
     fsdp.zero_grad(model, optimizer)
-    mean = mean_over_ranks(total)
+    if step == first:
+        checks.after_first_step(model, optimizer)
     step += 1
-    if rank == 0 and step % 10 == 0:
-        print(f"step {step}: loss {mean:.4f}", flush=True)
+    if step % 10 == 0:
+        mean = mean_over_ranks(total)
+        if rank == 0:
+            print(f"step {step}: loss {mean:.4f}, norm {norm:.3f}", flush=True)
+    if args.save and (step % 20 == 0 or step == args.steps):
+        save(f"{args.save}/step-{step}", step)
 
 # 5) Evaluate, on every rank, since a forward gathers.
 with fsdp.inference(model):
@@ -146,10 +161,10 @@ with fsdp.inference(model):
 if rank == 0:
     print(f"{right:.0%} of new images are right", flush=True)
 
-# 6) Save: rows, to go on with, and whole weights in one file, to use elsewhere.
+# 6) The whole weights in one file, to use elsewhere.
 if args.save:
-    save(f"{args.save}/step-{step}", step)
-    whole = {name: fsdp.gather_full(p) for name, p in model.named_parameters()}
+    os.makedirs(args.save, exist_ok=True)
+    whole = {name: fsdp.gather_full(t) for name, t in model.state_dict().items()}
     if rank == 0:
         torch.save(whole, f"{args.save}/weights.pt")
 if is_sharded:

@@ -225,7 +225,7 @@ def open_adapter(path, safe_open):
     shapes = {}  # {our key: shape}
     try:
         theirs = json.loads((path / "adapter_config.json").read_text("utf-8"))
-        for key, value in [("peft_type", theirs.get("peft_type")), *theirs.items()]:
+        for key, value in theirs.items():
             if value and key not in PEFT_OTHERS and value not in PEFT.get(key, ()):
                 raise ValueError(
                     f"{key}={value!r} is more than plain LoRA: merge it into its base with "

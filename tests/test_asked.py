@@ -762,7 +762,7 @@ def case_early_optimizer():
     sharded(model)
     part.add_param_group({"params": model.blocks.parameters()})
     for optimizer in (early, part):
-        with says("after. Or they are of another module"):
+        with says("right after `shard`. Or they are of another module"):
             checks.after_building(model, optimizer)
     checks.after_building(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -870,8 +870,11 @@ def case_late_optimizer():
     backward(model)
     model(inputs(0))
     late = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"trains 2 parameters .* or after a forward"):
+        checks.after_building(model, late)
     reshard(model)
     in_time = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks.after_building(model, in_time)
     assert is_moved(model, late) == 6 * [True] + 2 * [False]  # the head is the root's
     assert all(is_moved(model, in_time))
 

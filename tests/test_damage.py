@@ -204,7 +204,7 @@ def test_damage_is_what_ranks_see_differently(sound, tmp_path):
     results = on_ranks(2, cases)
     zero, one = values(results, "full")
     assert "ckpt.pt: another rank finds it damaged, or not there; " in zero
-    assert "ckpt.pt: replaced since rank 0 listed it; " in one
+    assert "ckpt.pt: replaced meanwhile by a run that goes on (try again); " in one
     assert values(results, "sharded") == [2, 2]
 
 

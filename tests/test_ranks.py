@@ -124,10 +124,10 @@ def test_ranks_connect_what_a_step_sends_in_each_group(tmp):
         assert found["ddp"] == [["all_reduce", 4, 4 * 70]]
         assert found["full_shard"] == in_group(4, 18) == found["hybrid of all"]
         assert found["and a full checkpoint"] == in_group(4, 18) + gather
-        gather = [["gather", 2, 4 * 36]] if rank < 2 else []  # the group of rank 0
-        replicas = [["all_reduce", 2, 4 * 36]]
-        assert found["hybrid"] == in_group(2, 36) + replicas
-        assert found["hybrid and a full checkpoint"] == in_group(2, 36) + gather + replicas
+        gather = [["gather", 2, 4 * 35]] if rank < 2 else []  # the group of rank 0
+        replicas = [["all_reduce", 2, 4 * 35]]
+        assert found["hybrid"] == in_group(2, 35) + replicas
+        assert found["hybrid and a full checkpoint"] == in_group(2, 35) + gather + replicas
 
 
 def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal(tmp):

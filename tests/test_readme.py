@@ -148,7 +148,7 @@ def own_run(n, cwd, *args, gpus=0):
     p = launched(n, gpus, cwd, OWN, *args)
     assert "Warning" not in p.stderr, p.stderr
     assert p.stdout.count("are right") == 1  # one rank speaks
-    losses = re.findall(r"step (\d+): loss (\S+)", p.stdout)
+    losses = re.findall(r"step (\d+): loss ([\d.]+)", p.stdout)
     losses = {int(step): float(loss) for step, loss in losses}
     return losses, int(re.search(r"(\d+)% of new images", p.stdout)[1])
 

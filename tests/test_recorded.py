@@ -237,6 +237,23 @@ def test_cuda_model_that_decides_on_the_host_is_one_line(tmp, module, said, keys
         assert said in line
 
 
+class Fills(torch.nn.Module):
+    """No memory is left for it once it is recorded."""
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        return x
+
+
+def case_fills(tmp, **keys):
+    with pytest.raises(torch.OutOfMemoryError, match="3 GiB"):
+        case_decides(tmp, module=Fills, **keys)
+
+
+def test_cuda_recording_that_runs_out_of_memory_says_so(tmp):
+    values(on_ranks(1, {"": (case_fills, dict(SHARD, tmp=tmp, device="cuda"))}), "")
+
+
 def test_recorded_needs_no_gpu_where_there_is_none(tmp):
     """The key does nothing there, in silence."""
     assert not resolve(tiny(tmp, cuda_graph=True), World()).cuda_graph
