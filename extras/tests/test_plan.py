@@ -685,6 +685,17 @@ def test_plan_fits_in_two_thirds_of_a_gpu_and_a_nodes_host_memory(size, host, de
     assert one["where"] == ("forward" if device == 1 else "optimizer")
 
 
+@pytest.mark.parametrize("device, fits", [(34, "yes"), (35, "maybe"), (90, "maybe"), (91, "no")])
+def test_plan_recorded_fits_if_twice_the_peak_does(device, fits):
+    machine = SimpleNamespace(**{**vars(MACHINE), "gpu_memory": 100, "host_memory": 80})
+    timeline = np.zeros((3, len(KINDS)))
+    timeline[1:, 1] = device
+    seen = timeline, [(0, "forward")], [], []
+    cfg = load_config(["--strategy=full_shard", "--cuda_graph=True"])
+    with patch.object(plan, "rehearse", lambda *args: seen):
+        assert plan.plan(*plan.place(cfg, 2, machine), machine)["fits"] == fits
+
+
 @pytest.mark.parametrize("size, argv, ranks", [
     (1, ["--strategy=single"], 1), (8, [], 8), (7, [], 7), (16, HYBRID, 4),
     (8, ["--strategy=shard_grad_op"], 8), (8, ["--gradient_accumulation_steps=24"], 8)])
