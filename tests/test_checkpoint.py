@@ -554,7 +554,8 @@ def test_checkpoint_keeps_as_many_as_it_is_told(sharded, keep, every, kept):
 
 
 def test_checkpoint_best_one_whose_save_failed_bars_no_other(sharded):
-    """The next one that is better than what is on the disk becomes the best."""
+    """The next one that is better than what is on the disk becomes the best; even if no rank has
+    looked meanwhile how the save ended, since all must find the same."""
     saver, run, out = sharded
     saver.cfg = replace(run.cfg, always_save_checkpoint=False)
     for step, val_loss, error in ((1, 3.0, None), (2, 2.0, DISK_FULL), (3, 2.5, None)):
@@ -562,7 +563,7 @@ def test_checkpoint_best_one_whose_save_failed_bars_no_other(sharded):
         improved = saver.improves(val_loss)
         assert improved
         saver.save(run.model, run.optimizer, NO_SCALER, step, improved)
-        saver.wait()
+    saver.wait()
     assert os.readlink(out / "best") == "step-000000003"
     assert checkpoint.read_header(out / "step-000000003")["best_val_loss"] == 2.5
     assert not saver.improves(2.6)
