@@ -49,7 +49,8 @@ fully_shard(model, mesh=mesh)  # the root: all the rest
 model.to_empty(device=device)
 for name, p in model.named_parameters():
     full = model.initial_value(name, p.shape, seed=1337)
-    # full[:] draws all rows. src_data_rank=None: send nothing, since every rank has drawn them.
+    # It draws what it is asked for: full[:] is a tensor of all rows. src_data_rank=None: send
+    # nothing, since every rank has drawn them.
     rows = distribute_tensor(full[:], mesh, p.placements, src_data_rank=None)
     p.data.copy_(rows)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of this rank's rows
