@@ -223,8 +223,7 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_ba
         fsdp.set_grad_sync(wrapped, is_last, every=every, keep_gathered=keep_gathered)
         # Seed dropout by the micro-batch's number within the step, so that its masks are the same
         # at any world size.
-        number = micro * world.size + world.rank
-        torch.manual_seed(derive_seed(cfg.seed, step, number))
+        torch.manual_seed(derive_seed(cfg.seed, step, micro * world.size + world.rank))
         x, y, weight = batches.get(step, micro)
         # weight is n / mean(n): n targets count in this micro-batch, and the mean is over all
         # micro-batches of the step (data/loader.py). So each target of the step counts equally.
