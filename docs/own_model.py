@@ -36,6 +36,8 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--save", help="a directory for checkpoints, and the whole weights")
 parser.add_argument("--resume", help="a checkpoint, such as out-own/step-40")
 args = parser.parse_args()
+if args.resume and not os.path.exists(f"{args.resume}/.metadata"):
+    raise SystemExit(f"--resume={args.resume}: no checkpoint there; pass one that --save has made")
 
 
 class Model(nn.Module):

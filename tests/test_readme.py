@@ -171,6 +171,14 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     assert plain == {step: losses[step] for step in (10, 20, 30)}
 
 
+@pytest.mark.parametrize("args, env, said", [
+    (["--resume=none"], {}, "--resume=none: no checkpoint there"),
+    ([], dict(RANK="0", WORLD_SIZE="5"), "5 processes cannot share 96 images")])
+def test_own_model_mistakes_are_one_line(args, env, said):
+    p = script("docs/own_model.py", *args, **env)
+    assert p.returncode == 1 and p.stderr.count("\n") == 1 and said in p.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n, gpus, options, tolerance", [
     (1, 0, [], 1.5e-4), (2, 2, [], 1.5e-4), (2, 0, ["--bf16"], 5e-3), (1, 0, ["--bf16"], 5e-3),
