@@ -446,7 +446,8 @@ def is_intact(source, world):
     ranks divide up a sharded checkpoint's files, and the records of a full one's zip."""
     mine = slice(world.rank, None, world.size)
     if source.sharded:
-        files = list(source.header["files"].items())[mine]  # at the same world size its own
+        # In the order of ranks: at the same world size each checks the file that it will read.
+        files = list(source.header["files"].items())[mine]
         return all(checksum(os.path.join(source.path, name)) == crc for name, crc in files)
     with zipfile.ZipFile(source.path) as records:
         for name in records.namelist()[mine]:
