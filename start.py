@@ -34,13 +34,14 @@ def open_source(cfg, world):
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from not in ("resume", "auto"):
-        return open_weights(cfg.init_from, world, "init_from")
+        return open_weights(cfg.init_from, world, "init_from", cfg.dataset)
     return checkpoint.find(cfg.out_dir, world)
 
 
-def open_weights(name, world, wanted_by):
+def open_weights(name, world, wanted_by, dataset=None):
     """The weights of another run's out_dir, or of a model in Hugging Face's format.
-    wanted_by: where the name came from, for error lines."""
+    wanted_by: where the name came from, for error lines. dataset: what they are to learn, in the
+    tokens of Hugging Face's model."""
     source = checkpoint.find(name, world)
     if source:
         return checkpoint.for_new_run(source)
@@ -49,6 +50,8 @@ def open_weights(name, world, wanted_by):
     # node may have a cache of its own, and waits: a download may take longer than NCCL allows.
     from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
     source = huggingface.open_pretrained(name, wanted_by)
+    if dataset is not None:
+        huggingface.require_tokenizer(source, dataset)
     patient_barrier()
     return source
 
@@ -70,9 +73,6 @@ def final_config(cfg, source, resumed, world):
         if changed:
             print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
     cfg = with_own_files(cfg, resumed, world)
-    opened = getattr(cfg.sizes, "opened", source)
-    if opened and not resumed and "dataset" not in opened.header["config"]:  # Hugging Face's
-        configurator.named_file(opened.path, "huggingface").require_tokenizer(opened, cfg)
     return cfg if source or hasattr(cfg.sizes, "opened") else with_vocabulary(cfg)
 
 

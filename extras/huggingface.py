@@ -312,11 +312,11 @@ def rotary(said):
     return rope["rope_theta"], 1.0
 
 
-def require_tokenizer(model, cfg):
+def require_tokenizer(model, dataset):
     """SystemExit if the data has another tokenizer than the model, a Source: more than a tenth of
     the ids that both have are of other tokens. A base and its chat model differ in fewer. (A
     refusal, since only who replaces a vocabulary on purpose can mean it.)"""
-    data = data_dir(cfg.dataset)
+    data = data_dir(dataset)
     meta = {"vocab_size": 0, **read_meta(data)}
     name = name_of(meta, data)
     # Of these a few tokens are enough.
@@ -326,7 +326,7 @@ def require_tokenizer(model, cfg):
     both = ours.keys() & theirs.keys()
     if sum(ours[i] == theirs[i] for i in both) < 0.9 * len(both):
         raise SystemExit(
-            f"dataset={cfg.dataset} has another tokenizer, {name}, than {model.path}: prepare it "
+            f"dataset={dataset} has another tokenizer, {name}, than {model.path}: prepare it "
             f"with --tokenizer={model.path}, or if you mean it, pass a copy without {TOKENIZER}")
 
 

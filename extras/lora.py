@@ -6,7 +6,6 @@ linear layer of the blocks. The core sees a model whose checkpoints lack the bas
     python train.py extras/config/finetune_smollm2.py extras/config/lora.py    # for example
     python train.py CONFIG --model=llama+lora --init_from=resume
     python sample.py --out_dir=out-smollm2    # the checkpoint names its base
-    python -m extras.lora out-x    # brings checkpoints of before 2026-11-28 up to date
 
     y = x weight.T + lora_alpha / lora_rank * x lora_A.T lora_B.T
         weight (out, in) is the base's, frozen;
@@ -21,22 +20,16 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Started by its path, this file does not see the repository.
-sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-import checkpoint
 import start
 from configurator import model_file, noted, with_sizes
-from data.files import write_files
 from model import derive_seed
-from ranks import print0, run
-from saves import RunDirectory
+from ranks import print0
 
 
 @dataclass
@@ -102,7 +95,7 @@ def open_base(name, cfg, world, resumed):
         raise SystemExit(
             f"out_dir={cfg.out_dir} has LoRA's base, {base}, which must stay there; pass another "
             "--out_dir")
-    source = start.open_weights(base, world, "base")
+    source = start.open_weights(base, world, "base", dataset=None if resumed else cfg.dataset)
     theirs = source.header["config"]["model"]
     if "+" in theirs:
         raise SystemExit(
@@ -169,37 +162,3 @@ def initial_value(name, shape, seed):
     generator = torch.Generator().manual_seed(derive_seed(seed, name))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-# ---------- checkpoints of before 2026-11-28 ----------------------------------
-
-
-def main(argv):
-    """Let the checkpoints in a directory name their model NAME+lora, with the base among its
-    sizes. Before, the base stood beside them."""
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print(__doc__.strip())
-        return
-    RunDirectory(argv[0]).lock()
-    found, _ = checkpoint.list_all(argv[0])
-    sources = [checkpoint.open_one(path) for path, _ in found]
-    sources = [source for source in sources if source.header.get("base")]
-    if not sources:
-        raise SystemExit(f"{argv[0]}: no LoRA checkpoint of before 2026-11-28 there")
-    for source in sources:
-        header = source.header
-        header["config"]["model"] += "+lora"
-        header["model_args"].update(
-            base=header.pop("base"), base_origin=header.pop("base_origin", None) or "")
-        path = Path(source.path)
-        if source.sharded:
-            write_files(path, {checkpoint.HEADER: [checkpoint.sealed(header).encode()]})
-        else:
-            ckpt = torch.load(path, map_location="cpu", weights_only=True)
-            ckpt = {**header, "model": ckpt["model"], "optimizer": ckpt["optimizer"]}
-            write_files(path.parent, {path.name: partial(torch.save, ckpt)})
-        print(f"{path} is up to date")
-
-
-if __name__ == "__main__":
-    run(main, sys.argv[1:])
