@@ -99,7 +99,7 @@ class Config:
     tensorboard: bool = False  # log to TensorBoard too, in out_dir
     # --- data
     dataset: NonEmpty = noted("openwebtext")  # a directory in data/, or a path, with its train.bin
-    #   and val.bin; or a mixture, by share of tokens: fineweb_edu:7,my_code:2,my_math:1
+    #   and val.bin
     gradient_accumulation_steps: Positive = noted(40)  # micro-batches per step, over all ranks
     batch_size: Positive = noted(12)  # sequences in a micro-batch; lower it when memory runs out
     seed: Whole = noted(1337)  # for everything random: weights, data order, dropout

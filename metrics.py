@@ -122,20 +122,19 @@ def describe(cfg, model, batches, source, world):
         f"{n / 1e6:.2f}M parameters, strategy {cfg.strategy}, {world.size} x "
         f"{world.device.type}, {cfg.dtype}, {samples * cfg.sizes.block_size:,} tokens per step, "
         f"{samples // cfg.batch_size // world.size} x {cfg.batch_size} sequences of a rank")
-    for name, share, part in batches.parts:
-        train = part.files["train"]
+    name = cfg.dataset
+    train, val = batches.files.values()
+    yield (
+        f"{name}: {train.tokens_in_all:,} tokens of train and {val.tokens_in_all:,} of val, "
+        f"epoch = {len(train) / samples:,.0f} steps; 100 windows have ids up to "
+        f"{train.largest:,}, vocab_size={cfg.sizes.vocab_size:,}")
+    before = source and source.header.get("tokens", {}).get(name)
+    if before not in (None, train.tokens_in_all):
         yield (
-            f"{name}: {train.tokens_in_all:,} tokens of train and "
-            f"{part.files['val'].tokens_in_all:,} of val, epoch = "
-            f"{len(train) / (samples * share):,.0f} steps; 100 windows have ids up to "
-            f"{train.largest:,}, vocab_size={cfg.sizes.vocab_size:,}")
-        before = source and source.header.get("tokens", {}).get(name)
-        if before not in (None, train.tokens_in_all):
-            yield (
-                f"{name}: {before:,} tokens when the checkpoint was written, and now "
-                f"{train.tokens_in_all:,} in another order: some come again, and others never")
-        if train.masks:
-            yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
+            f"{name}: {before:,} tokens when the checkpoint was written, and now "
+            f"{train.tokens_in_all:,} in another order: some come again, and others never")
+    if train.masks:
+        yield f"{name}: {train.counts.mean() / cfg.sizes.block_size:.1%} of the targets count"
     if trained < n:
         yield f"{n - trained:,} parameters are frozen: no gradients, no optimizer state"
     elif cfg.frozen_dtype != "float32":
@@ -241,7 +240,7 @@ class Log:
         seconds = (now - self.since) / steps
         tokens = tokens_per_step(self.cfg)
         samples = tokens // self.cfg.sizes.block_size
-        windows = sum(len(part.files["train"]) for _, _, part in batches.parts)
+        windows = len(batches.files["train"])
         return dict(
             iter=step,
             time=now,  # Unix seconds
@@ -286,11 +285,7 @@ class Log:
         now = time.time()
         tokens = step * tokens_per_step(self.cfg)
         row = dict(iter=step, time=now, wall_s=now - self.started, tokens=tokens)
-        for key, loss in losses.items():
-            split, slash, name = key.partition("/")
-            row[f"{split}_loss{slash}{name}"] = loss
-            if name and split == "val":
-                line += f", of {name} {loss:.4f}"
+        row |= {f"{split}_loss": loss for split, loss in losses.items()}
         row["val_perplexity"] = perplexity(val)
         print0(self.world, line)
         self.write(row)

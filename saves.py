@@ -178,7 +178,7 @@ class Saver:
         self.kept = source.header.get("kept") if source else None
         self.meta = from_rank0(world, lambda: read_meta(data_dir(cfg.dataset)))
         # A resumed run that finds others says so.
-        self.tokens = {name: part.files["train"].tokens_in_all for name, _, part in batches.parts}
+        self.tokens = {cfg.dataset: batches.files["train"].tokens_in_all}
         self.best = None  # name of the best sharded checkpoint
         if resumed:
             self.best = source.header.get("best")

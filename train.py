@@ -25,7 +25,7 @@ import configurator
 import fsdp
 import saves
 from configurator import DTYPES, STRATEGIES
-from data.loader import open_batches
+from data.loader import Batches
 from metrics import Log, describe, ideal_seconds, require_packages
 from model import derive_seed
 from optimizer import LossScaler, learning_rate_at, make_adamw
@@ -241,17 +241,9 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_ba
 
 
 def evaluate(wrapped, batches, cfg, world):
-    """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers).
-    With several data sets this is their weighted mean, and "split/NAME" has each one's loss."""
-    losses = {}
-    for split in ("train", "val"):
-        losses[split] = 0.0
-        for name, share, part in batches.parts:
-            loss = mean_loss(wrapped, part.fixed(split), cfg, world)
-            losses[split] += share * loss
-            if share < 1:
-                losses[f"{split}/{name}"] = loss
-    return losses
+    """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers)."""
+    splits = ("train", "val")
+    return {split: mean_loss(wrapped, batches.fixed(split), cfg, world) for split in splits}
 
 
 def mean_loss(wrapped, weighted_batches, cfg, world):
@@ -289,7 +281,7 @@ def train(cfg):
     first_step = source.header["iter_num"] if source else 0
     model = meta_model(cfg)
     ideal_s = ideal_seconds(model, cfg, world)
-    batches = open_batches(cfg, world)
+    batches = Batches(cfg, world)
     patient_barrier()  # masks are read from disk
     wrapped, optimizer = build(model, cfg, world, source)
     work = micro_batch(wrapped, cfg, world)

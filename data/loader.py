@@ -2,7 +2,7 @@
 Batches of tokens. Their order is a pure function of (seed, split, step), so a resumed run has
 nothing to restore.
 
-    batches = open_batches(cfg, world)
+    batches = Batches(cfg, world)
     x, y, weight = batches.get(step, micro)  # (batch_size, block_size) each, on the device
     batches.prefetch_next(step, micro)       # read the following one while the GPU is busy
 
@@ -28,18 +28,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import extra, open_masks, open_split, require_uint16
+from data.files import open_masks, open_split, require_uint16
 from data.tokenizer import TOKENIZERS
 
 HERE = Path(__file__).absolute().parent
 GOLDEN = (5**0.5 - 1) / 2  # epoch e begins e * GOLDEN % 1 of a window later: evenly spread
-
-
-def open_batches(cfg, world):
-    """The Batches for cfg.dataset, which may be a mixture of data sets."""
-    if is_mixture(cfg.dataset):
-        return mixture_module(cfg.dataset).MixedBatches(cfg, world)
-    return Batches(cfg, world)
 
 
 class Batches:
@@ -51,14 +44,8 @@ class Batches:
         self.counted = None, 0  # a step, and its mean_targets
         self.prefetched = None, None  # (step, micro), and its batch
         self.seconds = 0  # that training waited for reads since the last log line
-        # [(name, share of the samples, Batches)] of each data set. A mixture has several.
-        self.parts = self.open()
-
-    def open(self):
-        """Open the files of both splits, and return self.parts. SystemExit if they do not fit."""
-        cfg = self.cfg
+        self.files = {}  # {split: TokenFiles}
         directory = data_dir(cfg.dataset)
-        self.files = {}
         for split in ("train", "val"):
             files = TokenFiles(directory, split, cfg.sizes.block_size, cfg.sizes.vocab_size)
             if files.count(eval_order(len(files), cfg.eval_iters * cfg.batch_size)) == 0:
@@ -67,7 +54,6 @@ class Batches:
                     "the mask leaves out every token; raise eval_iters, or prepare again "
                     "with more text or another block_size")
             self.files[split] = files
-        return [(cfg.dataset, 1.0, self)]
 
     def get(self, step, micro):
         """(inputs, targets, weight) of one micro-batch: (batch_size, block_size) each, int64.
@@ -94,44 +80,39 @@ class Batches:
         """The batch that get() returns; adds the time it takes to self.seconds."""
         started = time.perf_counter()
         B = self.cfg.batch_size
-        T = self.cfg.sizes.block_size
         world = self.world
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
         number = step * self.cfg.gradient_accumulation_steps
         number += micro * world.size + world.rank
-        x = torch.empty(B, T, dtype=torch.int64)
-        y = torch.empty(B, T, dtype=torch.int64)
-        for files, rows, windows in self.samples(number * B, B):
-            inputs, targets = files.batch(windows)
-            # Else x would cut numbers to whole ones, and mean_targets would count other targets.
-            left = files.count(windows) if files.masks else targets.numel()
-            is_typed = (inputs.dtype, targets.dtype) == (x.dtype, y.dtype)
-            if not is_typed or np.count_nonzero(targets.numpy() != -1) != left:
-                raise SystemExit(
-                    f"{type(files).__name__}: batch() must give int64, and -1 as a target only if "
-                    "masks is true and counts has how many are left; see docs/fork.md")
-            x[rows], y[rows] = inputs, targets
+        files = self.files["train"]
+        windows = self.samples(number * B, B)
+        x, y = files.batch(windows)
+        left = files.count(windows) if files.masks else y.numel()
+        is_typed = x.dtype == y.dtype == torch.int64
+        # Else mean_targets would count other targets.
+        if not is_typed or np.count_nonzero(y.numpy() != -1) != left:
+            raise SystemExit(
+                f"{type(files).__name__}: batch() must give int64, and -1 as a target only if "
+                "masks is true and counts has how many are left; see docs/fork.md")
         x, y, count = self.ready(x, y)
         weight = count / self.mean_targets(step)
         self.seconds += time.perf_counter() - started
         return x, y, weight
 
     def samples(self, first, count):
-        """[(files, rows, windows)] for training samples first .. first + count - 1: the rows
-        that come from these files, and their windows."""
-        files = self.files["train"]
-        return [(files, slice(None), train_order(len(files), self.cfg.seed, first, count))]
+        """The windows of training samples first .. first + count - 1."""
+        return train_order(len(self.files["train"]), self.cfg.seed, first, count)
 
     def mean_targets(self, step):
         """How many targets of a micro-batch count, averaged over all ranks' micro-batches of
         this step. Each rank counts all of them, so that no rank waits for another."""
         A = self.cfg.gradient_accumulation_steps
         B = self.cfg.batch_size
-        if not any(part.files["train"].masks for _, _, part in self.parts):
+        files = self.files["train"]
+        if not files.masks:
             return B * self.cfg.sizes.block_size
         if self.counted[0] != step:
-            samples = self.samples(step * A * B, A * B)
-            total = sum(files.count(windows) for files, _, windows in samples)
+            total = files.count(self.samples(step * A * B, A * B))
             self.counted = step, total / A or 1  # 1: without targets all weights are 0
         return self.counted[1]
 
@@ -255,20 +236,8 @@ class TokenFiles:
 # ---------- files -------------------------------------------------------------
 
 
-def is_mixture(dataset):
-    """True for several data sets, such as web:7,code:3."""
-    return not os.path.isdir(dataset) and any(mark in dataset for mark in ":,")
-
-
-def mixture_module(dataset):
-    return extra("mixture", wanted_by=f"dataset={dataset}")
-
-
 def data_dir(dataset):
-    """data/<dataset>, or the directory of that path: the one with tokens. A mixture uses the
-    directory of its first data set, since all of them have the same vocabulary."""
-    if is_mixture(dataset):
-        dataset = next(iter(mixture_module(dataset).parse_mixture(dataset)))
+    """data/<dataset>, or the directory of that path: the one with tokens."""
     dataset = os.path.expanduser(dataset)  # a shell leaves the ~ in --dataset=~/x
     paths = [Path(path) for path in (dataset, HERE / dataset) if os.path.isdir(path)]
     found = [path for path in paths if glob.glob("*train*.bin", root_dir=path)]
@@ -330,15 +299,14 @@ class SafeUnpickler(pickle.Unpickler):
 # ---------- order -------------------------------------------------------------
 
 
-def train_order(n, seed, first, count, number=0):
+def train_order(n, seed, first, count):
     """The windows of training samples first .. first + count - 1. An epoch visits all n windows:
-    epoch e's have the numbers e * n .. e * n + n - 1. Another `number` gives another order."""
+    epoch e's have the numbers e * n .. e * n + n - 1."""
     epochs, samples = np.divmod(np.arange(first, first + count), n)
     order = np.empty(count, np.int64)
     for epoch in set(epochs.tolist()):
         now = epochs == epoch
-        # (SeedSequence takes (seed, epoch, 0) for (seed, epoch).)
-        order[now] = epoch * n + permute(samples[now], n, key=(seed, epoch, number))
+        order[now] = epoch * n + permute(samples[now], n, key=(seed, epoch))
     return order
 
 

@@ -25,7 +25,7 @@ import torch
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import DTYPES, load_config, resolve
-from data.loader import open_batches
+from data.loader import Batches
 from metrics import flops_per_token, gpu_memory, peak_flops, peak_memory
 from optimizer import LossScaler
 from ranks import print0, run, setup
@@ -53,7 +53,8 @@ def main(argv):
     # Dynamo compiles a function 8 times at most, and variants share their functions.
     torch._dynamo.config.recompile_limit *= len(configs)
     runs = [training(cfg, world) for cfg in configs]
-    for _ in range(3):  # these build, compile and connect the ranks
+    # These build, compile and connect the ranks; a step that is recorded warms up twelve times.
+    for _ in range(15 if any(cfg.cuda_graph for cfg in configs) else 3):
         take_turns(runs)
     turns = [take_turns(runs) for _ in range(own.steps)]
     times = list(zip(*turns))  # of each variant
@@ -85,10 +86,7 @@ def parse(argv):
     if own.steps < 1:
         parser.error(f"--steps={own.steps}: it must be at least 1")
     if own.profile:
-        try:  # now, not after the measuring
-            os.makedirs(own.profile, exist_ok=True)
-        except OSError as e:
-            parser.error(f"--profile={own.profile}: {e.strerror}; pass another path")
+        os.makedirs(own.profile, exist_ok=True)  # now, not after the measuring
     return own, rest
 
 
@@ -98,7 +96,7 @@ def parse(argv):
 def training(cfg, world):
     """A run that yields each step's milliseconds (all ranks). It is a generator, so that
     several runs can take turns."""
-    batches = open_batches(cfg, world)
+    batches = Batches(cfg, world)
     wrapped, optimizer = build(meta_model(cfg), cfg, world)
     scaler = LossScaler(cfg)
     forward_backward = micro_batch(wrapped, cfg, world)

@@ -1,16 +1,17 @@
 r"""
 Files of tokens with masks: the model learns only some of them, the answers of a chat for example.
 
-    python -m extras.masks my_chats chats.jsonl --chat --tokenizer=Qwen/Qwen3-0.6B
     python -m extras.masks my_data qa.jsonl --template='Q: {question}\nA: {answer}' --learn=answer
     python -m extras.masks my_data notes/*.txt --window=1024
 
-It is data/prepare.py with three more options. Beside each .bin lies a .mask: one byte per token,
-1 if it is learned. The loss is then the mean over those.
+It is data/prepare.py with three more options; docs/data.md has the recipe for chats. Beside each
+.bin lies a .mask: one byte per token, 1 if it is learned. The loss is then the mean over those.
 """
 
+import json
 import re
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from data import prepare  # noqa: E402
 from data.documents import COLUMN, value  # noqa: E402
 from data.files import open_masks, open_split  # noqa: E402
 from data.tokenizer import gpt2_bpe  # noqa: E402
-from extras.chat import Chat, Document, chat_of, chat_template  # noqa: E402
 
 
 def main(*args, **options):
@@ -35,11 +35,12 @@ def main(*args, **options):
 
 def more_options(option):
     # None where they are not given, so that a data set of prepare.py's is known again.
-    option("--chat", action="store_true", default=None,
-           help="rows are chats, messages or conversations: learn what the assistant says")
     option("--learn", metavar="A,B", help="columns of --template: learn only their text")
     option("--window", metavar="N", type=int,
            help="start each document at a multiple of N tokens, for block_size=N")
+    option("--special", action="store_true", default=None,
+           help="a chat template wrote the text: <|im_end|> and the like are special tokens, and "
+                "none are added")
 
 
 def job_of(args, own):
@@ -47,18 +48,16 @@ def job_of(args, own):
     require_learned_columns(args)
     if args.window is not None and args.window < 1:
         raise SystemExit(f"--window={args.window} must be at least 1")
-    if args.chat:
-        chat_template(own)  # here first: a mistake is then one line, not one per worker
-    if args.chat or args.learn or args.window:
+    if args.special and not own.encoding:
+        raise SystemExit("--special: this tokenizer has no special tokens; pass --tokenizer= the "
+                         "directory or hub name of a model for chats")
+    if args.learn or args.window or args.special:
         return Masked(args, own)
     return prepare.Job(args, own)
 
 
 def require_learned_columns(args):
-    """SystemExit if --chat or --learn does not fit the other options."""
-    if args.chat and (args.template or args.learn):
-        raise SystemExit("--chat: the chat template says what is text; leave out --template "
-                         "and --learn")
+    """SystemExit if --learn names a column that the template lacks."""
     columns = re.findall(COLUMN, args.template or "")
     for column in args.learn.split(",") if args.learn else []:
         if column not in columns:
@@ -67,34 +66,43 @@ def require_learned_columns(args):
                 f"it, such as --template='{{question}} {{{column}}}'")
 
 
+@dataclass
+class Document:
+    text: str
+    # [(start, end)]: the characters that the model learns to predict; None for all of them.
+    spans: list | None = None
+
+    @property
+    def key(self):
+        """A string that identifies the document: its hash puts it into train or val."""
+        if self.spans is None:
+            return self.text
+        return json.dumps((self.text, self.spans), ensure_ascii=False)
+
+
 class Masked(prepare.Job):
-    """Rows become Documents or Chats, and a token has two fields: itself, and if it is learned."""
+    """Rows become Documents, and a token has two fields: itself, and if it is learned."""
 
     def __init__(self, args, own):
         super().__init__(args, own)
         self.item = np.dtype([("token", self.dtype), ("learned", np.uint8)])
         self.window = args.window or 1  # each document begins at a multiple of it
         self.meta = {"window": args.window} if args.window else {}
+        self.special = bool(args.special)
         self.document = partial(render, self.template, args.learn.split(",") if args.learn else [])
-        if args.chat:
-            self.document = partial(chat_of, args.column)
 
     def key(self, document):
         return document.key
 
     def encode(self, document, own):
-        parts = document.parts(own) if isinstance(document, Chat) else [document]
-        return np.concatenate([self.items(part, own) for part in parts])
-
-    def items(self, document, own):
         """A document's tokens and mask. The tokens are those of the whole text: some tokenizers
         split a part of it differently when it stands alone."""
         text = document.text
         spans = document.spans or [(0, len(text))]
-        ids, places = places_of(text, own, document.has_special_tokens)
+        ids, places = places_of(text, own, self.special)
         ids = list(ids)
         learned = overlaps(places, spans, len(text))
-        if not document.has_special_tokens:
+        if not self.special:
             if ids[-1:] != [own.end]:
                 ids.append(own.end)
                 learned.append(False)

@@ -16,12 +16,14 @@ store, gloo on CPU, one thread, and no fixed port. What hangs is ended and repor
 left behind. As they import your file, a script needs `if __name__ == "__main__":` around what it
 starts.
 
-Ranks that are told device=cuda get simulated GPUs where there is no other, and the test is skipped
-if neither is here. With SIM_GPUS=2 in the environment the process of the tests itself has two.
+Ranks that are told device=cuda get simulated GPUs where there is no other, if simgpu, a project of
+its own, is on PYTHONPATH; else the test is skipped. With SIM_GPUS=2 in the environment the process
+of the tests itself has two.
 Ranks share GPUs that are too few: own_node.py says how.
 """
 
 import functools
+import importlib.util
 import io
 import json
 import math
@@ -57,9 +59,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A progress bar comes after a second, and would be one more line where a test expects one.
 os.environ.setdefault("TQDM_DISABLE", "1")
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
-SIMGPU = os.path.join(HERE, "extras", "simgpu")  # a tool of its own, which a fork may delete
-sys.path[:0] = [HERE, os.path.join(HERE, "tests"), SIMGPU]
-PYTHONPATH = os.pathsep.join(sys.path[:3])
+SPEC = importlib.util.find_spec("simgpu")
+SIMGPU = os.path.dirname(os.path.dirname(SPEC.origin)) if SPEC else ""  # the directory it lies in
+sys.path[:0] = [HERE, os.path.join(HERE, "tests")]
+PYTHONPATH = os.pathsep.join(filter(None, [*sys.path[:2], SIMGPU]))
 os.environ["PYTHONPATH"] = PYTHONPATH  # of the servers that import this file
 
 if os.environ.get("SIM_GPUS"):
@@ -83,7 +86,7 @@ from configurator import (  # noqa: E402
     model_file,
     resolve,
 )
-from data.loader import open_batches  # noqa: E402
+from data.loader import Batches  # noqa: E402
 from model import GPT, GPTConfig, derive_seed  # noqa: E402
 from optimizer import LossScaler  # noqa: E402
 from start import final_config, open_start  # noqa: E402
@@ -236,9 +239,9 @@ def smallest_gpu():
 @functools.cache
 def cannot_simulate():
     """Why not, in one line."""
+    if not SIMGPU:
+        return "there is no GPU, and no simgpu on PYTHONPATH to simulate one"
     path = os.path.join(SIMGPU, "simgpu", "build.py")
-    if not os.path.exists(path):
-        return "the simulated GPU is not here"
     p = subprocess.run([sys.executable, path], capture_output=True, text=True)
     return p.stderr.strip().splitlines()[-1] if p.returncode else ""
 
@@ -466,7 +469,7 @@ RATES = [1e-3 / 3, 2e-3 / 3, 1e-3, 9.931634888554936e-4, 9.728616793536588e-4]
 def plain_training(cfg):
     """The same run in plain PyTorch, with a loop, a schedule and AdamW of its own: (losses, norms
     of the gradients, weights, {name: where a weight has had a gradient})."""
-    model, batches = plain_model(cfg).train(), open_batches(cfg, ranks.World())
+    model, batches = plain_model(cfg).train(), Batches(cfg, ranks.World())
     named = dict(model.named_parameters())
     for name, p in named.items():
         if cfg.freeze and re.search(cfg.freeze, name):
@@ -517,7 +520,7 @@ def built(tmp, **overrides):
     wrapped, optimizer = train.build(model, cfg, world)
     return types.SimpleNamespace(
         world=world, cfg=cfg, wrapped=wrapped, model=model, optimizer=optimizer,
-        batches=open_batches(cfg, world), micro_batch=train.micro_batch(wrapped, cfg, world))
+        batches=Batches(cfg, world), micro_batch=train.micro_batch(wrapped, cfg, world))
 
 
 def steps(run, first=0, n=1, scaler=None):
@@ -630,12 +633,20 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
         json.dump({"vocab_size": vocab, **meta}, f)
 
 
+class NoFiles(list):
+    """In place of a split's TokenFiles, where nothing is read."""
+    tokens_in_all = largest = 0
+    masks = ()
+
+
+NO_BATCHES = types.SimpleNamespace(files=dict(train=NoFiles(), val=NoFiles()))
+
+
 def log_step(log, step, loss=4.0, norm=1.0, waited=0.0):
     """What train.train logs of a step. waited: seconds for its batches."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
     scaler = LossScaler(types.SimpleNamespace(dtype="float32"))
-    part = types.SimpleNamespace(files=dict(train=range(337)))  # the toy data's windows
-    batches = types.SimpleNamespace(parts=[("toy", 1.0, part)])
+    batches = types.SimpleNamespace(files=dict(train=range(337)))  # the toy data's windows
     log.step(step, loss, norm, waited, optimizer, scaler, batches)
 
 

@@ -24,6 +24,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 from harness import (
+    NO_BATCHES,
     arguments,
     assert_same_weights,
     built,
@@ -750,7 +751,7 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
 
 def test_run_that_only_evaluates_refuses_nan_too(tmp, tmp_path):
     source = SimpleNamespace(header={"iter_num": 7, "best_val_loss": 2.0})
-    run = SimpleNamespace(cfg=tiny(tmp), world=World(), batches=SimpleNamespace(parts=[]))
+    run = SimpleNamespace(cfg=tiny(tmp), world=World(), batches=NO_BATCHES)
     saver = saver_of(run, str(tmp_path), None, source)  # weights of another run
     line = refused(saver.require_finite, math.nan, "validation loss", 0)
     assert "learning_rate" in line and "float32" not in line  # which it does already

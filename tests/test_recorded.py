@@ -1,7 +1,7 @@
 """
 The recorded step: the ordinary step's numbers, no wait of the host, and what cannot be recorded.
 
-    python -m pytest -q tests/test_recorded.py      # on simulated GPUs, or on this machine's
+    python -m pytest -q tests/test_recorded.py   # on this machine's GPUs, or on those of simgpu
 
 A simulated GPU records and replays each operation, on the memory that it had.
 """
@@ -106,7 +106,7 @@ def case_recorded(tmp, device, cuda_graph, **keys):
 @pytest.fixture(scope="module")
 def found(tmp):
     """{"mode True", if it was recorded: what case_recorded returned, by rank}"""
-    masked = shutil.copytree(f"{tmp}/toy", f"{tmp}/masked")
+    masked = shutil.copytree(f"{tmp}/toy", f"{tmp}/recorded-masks")
     for split in ("train", "val"):
         place = np.arange(os.path.getsize(f"{masked}/{split}.bin") // 2)
         (place // 16 % 3 * place % 5 < 2).tofile(f"{masked}/{split}.mask")

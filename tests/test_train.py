@@ -15,7 +15,6 @@ import shutil
 import signal
 import threading
 from dataclasses import asdict
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -23,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import (
+    NO_BATCHES,
     TINY,
     arguments,
     built,
@@ -279,9 +279,9 @@ def test_start_may_crop_the_context(tmp, init_from, flags, theirs, expected):
     sizes = dict(SIZES, block_size=theirs)
     cfg = started_on(tmp, *flags, init_from=init_from, sizes=sizes)
     assert cfg.sizes.block_size == expected
-    batches = SimpleNamespace(parts=[])
     source = checkpoint.Source("there", dict(model_args=sizes, iter_num=0), {})
-    said = "\n".join(metrics.describe(cfg, train.meta_model(cfg), batches, source, World()))
+    model = train.meta_model(cfg)
+    said = "\n".join(metrics.describe(cfg, model, NO_BATCHES, source, World()))
     asked = flags or expected == theirs
     assert ("context 1,024 of 4,096" in said and "--block_size=4096" in said) == (not asked)
     assert ("context" in said) == (not asked)
@@ -311,8 +311,7 @@ def test_start_says_that_the_data_has_grown(tmp, tmp_path, capsys):
     (dict(warmup_iters=8, decay_lr=False), ""), (dict(lr_decay_iters=4), "from step lr_decay")])
 def test_start_says_what_a_key_does_not_do(tmp, keys, said):
     cfg = tiny(tmp, **keys)
-    world, batches = World(), SimpleNamespace(parts=[])
-    lines = [*metrics.describe(cfg, train.meta_model(cfg), batches, None, world)][1:]
+    lines = [*metrics.describe(cfg, train.meta_model(cfg), NO_BATCHES, None, World())][2:]
     assert said in "".join(lines) and len(lines) == bool(said)
 
 
@@ -432,7 +431,7 @@ def test_evaluation_with_a_partial_last_batch_is_the_mean_over_windows(tmp):
     for rank in range(2):
         world = World(rank, 2)
         with patch.object(train, "all_reduce_mean_", lambda x, world: sums.append(x.tolist()) or x):
-            train.evaluate(gpt, train.open_batches(cfg, world), cfg, world)
+            train.evaluate(gpt, train.Batches(cfg, world), cfg, world)
     total, windows = np.sum(sums[1::2], axis=0)  # after those of the train split
     assert windows == 37 and total / windows == pytest.approx(expected, rel=1e-6)
 

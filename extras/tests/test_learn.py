@@ -1,28 +1,27 @@
 """
---learn and --window of extras/masks.py, and the masks that it writes.
+--learn, --special and --window of extras/masks.py: masks by hand, and of chats as transformers'.
 
     python -m pytest -q extras/tests/test_learn.py
 """
 
 import itertools
 import json
-import os
 import re
-import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import refused
+from harness import HERE, refused
 from test_data import (
     files_of,
     gpt2_or_skip,
-    prepare,
     run_prepare,
     split_documents,
     starts_until_done,
     write_jsonl,
 )
+from test_hf_tokenizer import make
 
 from data import prepare as prepare_py
 from data.documents import render
@@ -30,14 +29,12 @@ from data.files import open_masks, open_split
 from data.tokenizer import encoder, gpt2_bpe
 from extras import masks
 
-COMMAND = ["extras/masks.py", "x"]
-
 
 def job(own, **options):
     """A Job with masks, as extras/masks.py makes it of its options."""
     args = SimpleNamespace(
-        **{**dict(tokenizer="", template=None, column="text", chat=None, learn=None, window=None),
-           **options})
+        **{**dict(tokenizer="", template=None, column="text", learn=None, window=None,
+                  special=None), **options})
     return masks.Masked(args, own)
 
 
@@ -69,14 +66,23 @@ def require_masks_of_a_column(own, size_of, begins=0, ends=False):
             assert at == len(chars)
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_learn_masks_a_columns_characters_and_keeps_the_tokens(monkeypatch, name):
+@pytest.mark.parametrize("name", ["bytes", "gpt2", "file", "untrimmed", "spaces", "ends"])
+def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeypatch, name):
+    """A file's tokenizer may say where a token stands without its spaces, and may end a text
+    itself, as Gemma's may."""
     def size_of(token):
         return 1 if name == "bytes" else len(gpt2_bpe().decode_single_token_bytes(token))
 
     if name == "gpt2":
         gpt2_or_skip(monkeypatch)
-    require_masks_of_a_column(encoder(name), size_of)
+    if name in ("bytes", "gpt2"):
+        require_masks_of_a_column(encoder(name), size_of)
+        return
+    kinds = dict(untrimmed=dict(trim=False), ends=dict(last="<|im_end|>"), spaces=dict(
+        learned=["sun  \n\n  the", "A:  "]))
+    hf = make(tmp_path, **kinds.get(name, {}))
+    require_masks_of_a_column(encoder(str(tmp_path)), lambda token: len(hf.id_to_token(token)),
+                              begins=1, ends=name == "ends")
 
 
 def documents_of(directory, split, window):
@@ -137,29 +143,102 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
     assert ".mask: it is missing" in refused(run_prepare, argv, masks.main)
 
 
-def test_what_is_hashed_of_a_text_with_spans_stays():
-    """Another string would put it into another split."""
-    own = encoder("bytes")
-    for learn, key in (("a", '["\u00e9t\u00e9", [[0, 1]]]'), (None, "\u00e9t\u00e9")):
-        masked = job(own, template="{a}t\u00e9", learn=learn, window=8)
-        assert masked.key(masked.document({"a": "\u00e9"}, "")) == key
-
-
-def test_few_windows_are_cut_at_a_window(tmp_path):
+def test_few_windows_are_cut_at_a_window(tmp_path, capsys):
     """Where val gets the end of the tokens; and without --learn all but the padding counts."""
     (tmp_path / "a.txt").write_text("abc" * 233)
-    p = prepare([tmp_path / "a.txt"], tmp_path / "o", COMMAND, window=32)
-    assert p.returncode == 0 and "99.0% of the tokens are learned" in p.stdout, p.stdout
+    argv = ["x", tmp_path / "a.txt", "--tokenizer=bytes", "--window=32", "--workers=1"]
+    run_prepare([*argv, f"--out={tmp_path}/o"], masks.main)
+    assert "99.0% of the tokens are learned" in capsys.readouterr().out
     (train, ours), (val, theirs) = (documents_of(tmp_path / "o", s, 32) for s in ("train", "val"))
     assert (len(train), len(val)) == (608, 96)
     assert np.concatenate([ours, theirs]).tolist() == [0] + [1] * 699 + [0] * 4
 
-    os.remove(tmp_path / "o/train.mask")
-    os.remove(tmp_path / "o/val.mask")
-    for split in ("train", "val"):  # padding would be learned
-        assert "it is missing" in refused(open_masks, open_split(tmp_path / "o", split))
-    shutil.rmtree(tmp_path / "o")
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o/train.mask").touch()  # of tokens that were there
-    p = prepare([tmp_path / "a.txt"], tmp_path / "o")
-    assert p.returncode == 1 and "train.mask" in p.stderr
+
+def test_learn_of_two_columns_leaves_a_row_out_if_the_last_is_empty():
+    own = encoder("bytes")
+    masked = job(own, template="{a}|{b}|{c}.", learn="a,c")
+    for empty in ("", " \n"):
+        assert masked.document(dict(a="xx", b="yyyy", c=empty), "") is None
+    tokens = masked.encode(masked.document(dict(a="xx", b="yyyy", c="zz"), ""), own)
+    assert tokens["token"].tolist() == [*b"xx|yyyy|zz.", 256]
+    assert tokens["token"][tokens["learned"] == 1].tolist() == [*b"xxzz"]
+
+
+# ---------- chats, by the recipe of docs/data.md ------------------------------
+
+ANSWERS = " Me:\n\u00e9t\u00e9 \U0001f31e. ", "Yes", "No \u00e9"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
+GENERATION = CHATML.replace(TURN, (
+    "{% if m.role == 'user' %}" + TURN + "{% else %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}{% endif %}"))
+# As Llama 3's: it begins with <s>, and trims what is said.
+LLAMA3 = "{{ bos_token }}" + CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
+# As Qwen3's: the last turn says that it thought of nothing, earlier ones do not.
+THINKS = CHATML.replace(
+    "{{ m.content }}",
+    "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}")
+TEMPLATES = {  # name: (template, what is learned of an answer, parts of the tokenizer)
+    "chatml": (CHATML, "{}<|im_end|>", {}),
+    "generation": (GENERATION, "{}<|im_end|>", dict(trim=False)),
+    "llama3": (LLAMA3, "{}<|im_end|>", {}),
+    "mistral": (MISTRAL, " {}</s>", dict(metaspace=True, end="</s>")),
+    "thinks": (THINKS, "<think></think>{}<|im_end|>", {}),
+    # It asks for a turn that it does not write, as some that think do; or ends it with no token.
+    "forgets": (CHATML.replace("assistant\n{%", "assistant\n<think>{%"), "", {}),
+    "endless": (CHATML.replace("<|im_end|>", ""), "", {}),
+}
+
+
+def chats(i):
+    """A conversation of one to three turns."""
+    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": answer}]
+             for answer in ANSWERS]
+    return sum(turns[:1 + i % 3], [])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_special_tokens_of_chats_are_transformers_and_only_answers_are_learned(
+        tmp_path, monkeypatch, capsys, name):
+    """Where the template says so the mask is transformers' too."""
+    transformers = pytest.importorskip("transformers")
+    template, learned, parts = TEMPLATES[name]
+    hf = make(tmp_path / "t", template, **parts)
+    # Nobody asked for a greeting, and an empty answer would teach the model to end at once.
+    nothing = [{"role": "assistant", "content": "Hi"}, chats(0)[0], {**chats(0)[1], "content": " "}]
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": chats(2)}, {"messages": nothing}])
+    monkeypatch.chdir(tmp_path)
+    page = Path(HERE, "docs/data.md").read_text()
+    recipe = re.search(r"^```python\n(import json.*?)^```", page, re.M | re.S)[1]
+    recipe = recipe.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "t"))
+    if not learned:
+        with pytest.raises(AssertionError, match="Me:"):
+            exec(recipe, {})
+        return
+    exec(recipe, {})
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 3
+
+    own = encoder(str(tmp_path / "t"))
+    masked = job(own, template="{prompt}{answer}", learn="answer", special=True)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
+    for turn, row in enumerate(rows):
+        tokens = masked.encode(masked.document(row, ""), own)
+        found = theirs.apply_chat_template(
+            chats(2)[:2 * turn + 2], return_dict=True,
+            return_assistant_tokens_mask=name == "generation")
+        assert tokens["token"].tolist() == found["input_ids"][:len(tokens)]
+        rest = found["input_ids"][len(tokens):]
+        assert hf.decode(rest, skip_special_tokens=False) in ("", "\n")  # nobody says it
+        said = hf.decode(tokens["token"][tokens["learned"] == 1], skip_special_tokens=False)
+        answer = ANSWERS[turn].strip() if name == "llama3" else ANSWERS[turn]
+        assert said.replace("\u2581", " ") == learned.format(answer)
+        if name == "generation":
+            last = np.flatnonzero(tokens["learned"])[0]
+            assert tokens["learned"].tolist()[last:] == found["assistant_masks"][last:len(tokens)]
+            assert found["assistant_masks"][last - 1] == 0 and not any(
+                found["assistant_masks"][len(tokens):])

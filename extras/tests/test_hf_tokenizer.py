@@ -1,0 +1,234 @@
+"""
+Tokenizers of the `tokenizers` library: the tokens are the library's, whole texts or in pieces; and
+which text, end and tokenizer a run takes. Their masks are in test_learn.py.
+
+    python -m pytest -q extras/tests/test_hf_tokenizer.py
+"""
+
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+from harness import HERE, refused, started
+from test_data import run_prepare, write_jsonl
+
+from configurator import load_config, resolve
+from data.files import open_split
+from data.loader import read_meta
+from data.tokenizer import encoder, tokenizer
+from extras import hf_tokenizer, masks
+from ranks import World
+
+tokenizers = pytest.importorskip("tokenizers")
+pre, norm, post = tokenizers.pre_tokenizers, tokenizers.normalizers, tokenizers.processors
+
+SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>"]
+TEXTS = ["Be brief", "the sun", "who is it? ", ". \n\n", "Yes: Yes", ".\n", "_\n"]
+
+
+def make(path, template=None, end="<|im_end|>", learned=TEXTS, special=SPECIAL, last="",
+         metaspace=False, trim=True, **parts):
+    """A tokenizer trained on the spot, with a chat template, as a model's directory has it.
+    last: special tokens that it puts behind each text. trim: a token's place is without its
+    spaces. parts: others of the library's than those below."""
+    hf = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=metaspace))
+    hf.pre_tokenizer = pre.Metaspace() if metaspace else pre.ByteLevel(add_prefix_space=False)
+    hf.decoder = tokenizers.decoders.ByteLevel()
+    if metaspace:
+        hf.decoder = tokenizers.decoders.ByteFallback()
+        special = special + [f"<0x{i:02X}>" for i in range(256)]
+    for part, value in parts.items():
+        setattr(hf, part, value)
+    hf.train_from_iterator(learned * 9, tokenizers.trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, show_progress=False,
+        initial_alphabet=[] if metaspace else pre.ByteLevel.alphabet()))
+    # As Llama 3's: a text begins with <s>.
+    begins_and_ends = post.TemplateProcessing(
+        single=f"<s> $A {last}".strip(),
+        special_tokens=[(token, hf.token_to_id(token)) for token in special[:6]])
+    hf.post_processor = post.Sequence([post.ByteLevel(trim_offsets=trim), begins_and_ends])
+    os.makedirs(path, exist_ok=True)
+    hf.enable_truncation(9)  # some files ask for both; a document is not cut
+    hf.enable_padding(length=9)
+    hf.save(str(path / "tokenizer.json"))
+    hf.no_truncation()
+    hf.no_padding()
+    config = dict(eos_token=end, bos_token="<s>", tokenizer_class="PreTrainedTokenizerFast")
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    return hf
+
+
+# ---------- the library's tokens ----------------------------------------------
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+KINDS = {  # name: (where a long text may be cut, parts of the tokenizer)
+    "gpt2": (" \n", {}),
+    "llama3": (" \n", dict(pre_tokenizer=pre.Sequence(
+        [pre.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated"),
+         pre.ByteLevel(add_prefix_space=False, use_regex=False)]))),
+    "metaspace": (" ", dict(metaspace=True)),
+    "llama2": ("", dict(metaspace=True, pre_tokenizer=None, normalizer=norm.Sequence(
+        [norm.Prepend("\u2581"), norm.Replace(" ", "\u2581")]))),
+    "ends": ("", dict(last="<|im_end|>")),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_of_a_long_text_in_pieces_are_the_librarys(tmp_path, monkeypatch, name):
+    """Cut before the white space where the tokenizer splits whatever stands there."""
+    cuts, parts = KINDS[name]
+    hf = make(tmp_path, **parts)
+    hf.encode_special_tokens = True
+    monkeypatch.setattr(hf_tokenizer, "PIECE", 50)
+    own = hf_tokenizer.encoder_of(str(tmp_path))
+    letters = "aB1_ \n\t\r.'s/-\u00e9\u0301\u65e5\u3002\u00a0\u3000\U0001f31e"
+    odd = "".join(random.Random(0).choices(letters, k=9000))
+    with open(os.path.join(HERE, "train.py")) as f:
+        code = f.read()
+    for text in ("", odd, code, code.replace("\n", "\r\n"), code.replace(" ", "")):
+        found = hf.encode(text)
+        ids, places = masks.places_of(text, own, False)
+        assert own.encode(text).tolist() == ids == found.ids
+        assert places == found.offsets
+    pieces = hf_tokenizer.pieces_of(hf).findall(odd)
+    assert {piece[0] for piece in pieces[1:]} == {*cuts} and "".join(pieces) == odd
+
+
+def test_special_tokens_in_a_text_are_text_and_in_a_template_they_are_not(tmp_path):
+    hf = make(tmp_path)
+    own = encoder(str(tmp_path))
+    text = "the </s>sun</s>, <|im_end|>"
+    for _ in range(2):  # a template in between changes nothing
+        for ids in (own.encode(text), masks.places_of(text, own, False)[0]):
+            assert hf.decode(list(ids), skip_special_tokens=True) == text
+        ids, _ = masks.places_of(text, own, has_special_tokens=True)
+        assert ids == hf.encode(text, add_special_tokens=False).ids and ids.count(own.end) == 1
+
+
+def test_a_tokenizer_with_dropout_gives_the_same_tokens_each_time(tmp_path):
+    hf = make(tmp_path)
+    text = "Be brief, the sun: who is it? Yes" * 20
+    expected = hf.encode(text, add_special_tokens=False).ids
+    hf.model.dropout = 0.5
+    hf.save(str(tmp_path / "tokenizer.json"))
+    assert hf.encode(text, add_special_tokens=False).ids != expected
+    own, (encode, _, _) = encoder(str(tmp_path)), tokenizer({"vocab_size": 700}, str(tmp_path))
+    for _ in range(3):
+        assert own.encode(text).tolist()[1:] == encode(text)[1:] == expected
+
+
+@pytest.mark.parametrize("last", ["", "<|im_end|>", "<|im_end|> </s>"])
+def test_a_prompt_is_begun_and_not_ended_by_its_tokenizer(tmp_path, last):
+    """An end that the prompt has stays there."""
+    hf = make(tmp_path, last=last)
+    encode, _, _ = tokenizer({"vocab_size": 700}, str(tmp_path))
+    for text in ("the sun", "", "\n", "\u00e9 ", "Hi<|im_end|>", "<|im_end|>\n", "</s>"):
+        alone = hf.encode(text, add_special_tokens=False).ids
+        assert encode(text) == [hf.token_to_id("<s>"), *alone]
+        assert len(hf.encode(text).ids) == 1 + len(alone) + len(last.split())
+
+
+@pytest.mark.parametrize("parts, text, share", [
+    (dict(pre_tokenizer=pre.Whitespace()), "ab \u65e5 ", 0.2),  # it drops what it does not know
+    ("[UNK]", "ab \u65e5 ", 0.2), ("[UNK]", "ab ", 0),
+    ({}, "ab \u65e5 \U0001f31e \0", 0), (dict(metaspace=True), "ab \u65e5 \U0001f31e", 0),
+    (dict(normalizer=norm.NFC()), "\u0301b a\u0301 e\u0301", 0)])
+def test_a_text_knows_how_much_of_it_is_lost(tmp_path, parts, text, share):
+    """Characters that a tokenizer drops, or has its unknown token for; not those that it
+    normalizes."""
+    if parts == "[UNK]":
+        words = tokenizers.models.WordLevel({"ab": 0, "</s>": 1, "[UNK]": 2}, unk_token="[UNK]")
+        hf = tokenizers.Tokenizer(words)
+        hf.pre_tokenizer = pre.Whitespace()
+        hf.save(str(tmp_path / "tokenizer.json"))
+    else:
+        make(tmp_path, **parts)
+    own = hf_tokenizer.encoder_of(str(tmp_path))
+    own.encode(text * 2400)
+    assert own.seen[0] == len(text * 2400)
+    assert own.seen[1] / own.seen[0] == pytest.approx(share, abs=0.02 * (share > 0))
+
+
+# ---------- which end, which ids, which tokenizer -----------------------------
+
+
+def test_end_of_a_text_is_the_configs_or_a_usual_one_and_comes_once(tmp_path):
+    for eos, expected in (("<|im_end|>", "<|im_end|>"), ({"content": "<|im_end|>"}, "<|im_end|>"),
+                          (None, "</s>"), ("", "</s>")):
+        hf = make(tmp_path, end=eos)
+        assert hf_tokenizer.encoder_of(str(tmp_path)).end == hf.token_to_id(expected)
+    make(tmp_path, special=["<s>"])
+    assert "name its eos_token" in refused(hf_tokenizer.encoder_of, str(tmp_path))
+    words = tokenizers.models.WordLevel({"the": 0, "</s>": 9}, unk_token="the")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "gaps.json"))
+    gaps = encoder(str(tmp_path / "gaps.json"))
+    assert (gaps.end, gaps.vocab_size) == (9, 10)  # the largest id counts, not how many
+
+
+@pytest.mark.parametrize("last", ["", "<|im_end|>"])
+def test_ids_of_a_large_vocabulary_are_kept(tmp_path, last):
+    """In files of uint32. The tokenizer may put the end behind a text itself."""
+    hf = make(tmp_path / "t", last=last)
+    hf.add_tokens([f"<|{i}|>" for i in range(70_000)])
+    hf.save(str(tmp_path / "t/tokenizer.json"))
+    text = "the sun <|69999|> " * 50
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    run_prepare(["x", source, f"--tokenizer={tmp_path}/t", "--workers=1", f"--out={tmp_path}/o"])
+    train, val = (open_split(tmp_path / "o", split)[0] for split in ("train", "val"))
+    end = hf.token_to_id("<|im_end|>")
+    assert [*train, *val] == hf.encode(text).ids + (not last) * [end]
+    assert train.dtype == np.uint32 and max(train) == hf.get_vocab_size() - 1 > 70_000
+    encode, decode, n = tokenizer(read_meta(tmp_path / "o"), tmp_path / "o")
+    assert n == hf.get_vocab_size() and decode(encode("the sun")) == "the sun"
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_another_tokenizer_of_the_same_path_is_refused(tmp_path, capsys, file):
+    """Else it is "prepared already", or one data set gets the tokens of two."""
+    make(tmp_path / "t", "{{ messages }}")
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i}?" * 20} for i in range(60)])
+    argv = ["x", source, f"--tokenizer={tmp_path}/t", "--workers=1", f"--out={tmp_path}/o"]
+    run_prepare(argv)
+    before = (tmp_path / "t" / file).read_bytes()
+    (tmp_path / "t" / file).write_bytes(before + b" ")
+    assert "prepared with another tokenizer.json" in refused(run_prepare, argv)
+    (tmp_path / "t" / file).write_bytes(before)
+    run_prepare(argv)
+    assert "prepared already" in capsys.readouterr().out
+
+
+def start_on(tmp_path, meta, *argv):
+    """Begin a run from the model in hf/ on data with this meta.json, in data/."""
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta))
+    argv = argv or (f"--init_from={tmp_path}/hf",)
+    argv = [*argv, f"--dataset={tmp_path}/data", "--device=cpu", f"--out_dir={tmp_path}/out"]
+    return started(resolve(load_config(argv), World()), World())
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2", "characters", "tokenizer.json"])
+def test_a_model_starts_on_data_of_its_own_tokenizer_only(tmp_path, name):
+    """Else nothing that it has learned would count. A copy without one starts on any."""
+    from test_huggingface import make_hf
+    make_hf(tmp_path / "hf", "smollm2", vocab_size=320)
+    make(tmp_path / "hf")
+    meta = dict(tokenizer=name, vocab_size=257)
+    data = tmp_path / "data/tokenizer.json"
+    data.parent.mkdir()
+    if name == "characters":
+        meta = dict(chars=sorted(set("".join(TEXTS))), vocab_size=19)
+    if name == "tokenizer.json":
+        other = tokenizers.models.Unigram([(char, -1.0) for char in "<abcdefg"], 0)
+        tokenizers.Tokenizer(other).save(str(data))
+    lora = "--model=llama+lora", f"--base={tmp_path}/hf"
+    for argv in ((), lora):
+        line = refused(start_on, tmp_path, meta, *argv)
+        assert f"--tokenizer={tmp_path}/hf" in line and name in line
+    os.rename(tmp_path / "hf/tokenizer.json", data)  # its own, as prepare.py copies it
+    start_on(tmp_path, dict(tokenizer="tokenizer.json"))
+    start_on(tmp_path, meta)
