@@ -1,9 +1,9 @@
 """
 A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number
 of ranks, on fake tensors, which have shapes and no memory. A ledger notes the size and kind of
-each storage, and the work of each stream.
+each storage, and each collective.
 
-    timeline, marks, events, program = rehearse(cfg, world)
+    timeline, marks, events = rehearse(cfg, world)
 
 This works for any model file and any key. All private parts of PyTorch that it needs are here.
 """
@@ -17,51 +17,65 @@ from weakref import WeakKeyDictionary, finalize
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 import fsdp
 import train
 from configurator import named_file
-from extras.plan.program import (
-    Event,
-    Operation,
-    computed,
-    is_free,
-    joins,
-    local,
-    recording_streams,
-    touched,
-)
 from optimizer import LossScaler, allocate_state
-
-try:
-    from torch._subclasses import FakeTensorMode
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._python_dispatch import TorchDispatchMode
-except ImportError as e:
-    raise SystemExit(
-        f"the rehearsal needs private parts of PyTorch ({e}); use torch 2.13 or 2.15")
 
 # The kinds of memory. A storage that was labelled twice is of the first of its kinds here: the
 # shard that FSDP gathers from is also an argument of the gather, and stays a parameter.
 KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
+UPDATE = ("clip", "optimizer")  # the places of a step that are its update
 
 
-def rehearse(cfg, world, attention="flash2"):
+@dataclass
+class Event:
+    """One thing that happens between ranks or to a unit. size: bytes of a collective's whole
+    buffer. ranks: in its group."""
+    what: str  # all_gather, reduce_scatter, all_reduce, all_to_all, free or step
+    unit: str  # root, block 3, block 3.mlp; empty for clipping and the optimizer
+    where: str  # the last mark
+    row: int  # of the timeline, just after it
+    micro_batch: int  # from 1
+    size: int = 0
+    ranks: int = 1
+    stride: int = 1  # from one of these ranks to the next
+    times: int = 1  # in the step: a rehearsed micro-batch may stand for several
+
+    def part(self):
+        """The part of the step: a micro-batch's number, or one more for the update."""
+        return self.micro_batch + (self.where in UPDATE)
+
+    def sent(self):
+        """Bytes that a rank sends round a ring: the buffer without a rank's share, and twice as
+        much in an all-reduce, which reduces and then gathers."""
+        rounds = 2 if self.what == "all_reduce" else 1
+        return rounds * self.size * (self.ranks - 1) / self.ranks
+
+    def continues(self, before):
+        """True if a unit is freed, or in our DDP reduced, tensor by tensor."""
+        same = replace(before, row=self.row, size=self.size) == self
+        return same and self.what in ("free", "all_reduce")
+
+
+def rehearse(cfg, world, flash=True):
     """A training step of rank 0:
 
     timeline  bytes of each of KINDS after every change: (changes, kinds)
     marks     [(row of the timeline, where)]: from there on the step is at this place
     events    [Event]: collectives, frees and the update, in order
-    program   [Operation, Wait or Record]: a GPU's work, in order, and each on its stream;
-              timing.py gives it times
 
-    attention: one of timing.ATTENTION; "written_out" also keeps its T x T probabilities.
+    flash: False for a GPU without a fused attention, which keeps T x T probabilities.
     """
     # Three micro-batches take the memory and the traffic of any number: the first gathers the
     # root, the last reduces, and the second stands for all others.
@@ -69,14 +83,14 @@ def rehearse(cfg, world, attention="flash2"):
     rehearsed = min(micro_batches, 3 if cfg.strategy != "single" else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
 
-    with parallelized(cfg, world, attention) as (wrapped, model, world, fake, ledger):
+    with parallelized(cfg, world, flash) as (wrapped, model, world, fake, ledger):
         with fake, ledger:
             timeline, marks = step(wrapped, model, cfg, world, ledger)
 
     for event in ledger.events:
         if event.micro_batch == rehearsed - 1:  # it stands for those left out, too
             event.times += micro_batches - rehearsed
-    return timeline, marks, ledger.events, ledger.program
+    return timeline, marks, ledger.events
 
 
 def wrapped_text(cfg, world):
@@ -86,16 +100,15 @@ def wrapped_text(cfg, world):
 
 
 @contextmanager
-def parallelized(cfg, world, attention="flash2"):
+def parallelized(cfg, world, flash=True):
     """What rank 0 has before its first step: (the module to call, the model in it, its World, the
     mode of its fake tensors, their ledger)."""
     on_gpu = world.device.type == "cuda"
-    # The modes of selective checkpointing are Python: with them a call takes twice as long.
-    ledger = Ledger(on_gpu, weight=2 if cfg.activation_checkpointing == "selective" else 1)
+    ledger = Ledger(on_gpu)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     try:
-        with stand_ins(fake, ledger, on_gpu, attention):
+        with stand_ins(fake, ledger, on_gpu, flash):
             world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
             model = train.meta_model(cfg)
             ledger.unit_names = name_units(model)
@@ -215,20 +228,16 @@ class Ledger(TorchDispatchMode):
     """The bytes of each storage over time, and the events meanwhile. A storage's kind may turn
     out later: a gradient is an activation until FSDP reduces it."""
 
-    def __init__(self, pins_host_memory, weight):
+    def __init__(self, pins_host_memory):
         super().__init__()
         self.pins_host_memory = pins_host_memory
-        self.weight = weight  # of a call
         self.entries = WeakKeyDictionary()  # of the storages that are alive
         self.changes = []  # [(entry, bytes more or less)]
         self.marks = []  # [(number of changes before it, where)]
         self.events = []
-        self.program = []
         self.micro_batch = 0
         self.unit = ""  # the one that FSDP or DDP is busy with
         self.unit_names = {}  # {module: name}
-        self.calls = 0  # of PyTorch's dispatcher in the step, beside FSDP2's own
-        self.worked_for = set()  # (micro-batch, unit), by FSDP2
 
     def mark(self, where):
         self.marks.append((len(self.changes), where))
@@ -253,7 +262,7 @@ class Ledger(TorchDispatchMode):
             return  # before the step
         _, where = self.marks[-1]
         new = Event(what, self.unit, where, self.row(), self.micro_batch, **collective)
-        if self.events and joins(self.events[-1], new):
+        if self.events and new.continues(self.events[-1]):
             self.events[-1].row = new.row
             self.events[-1].size += new.size
         else:
@@ -296,48 +305,13 @@ class Ledger(TorchDispatchMode):
             self.label(TELLING[name], (args, kwargs))
         elif name == "aten._to_copy" and self.kind(args[0]) == "parameters":
             self.label("gathered", out)  # parameters in the compute type
-        if self.micro_batch:
-            self.calls += 0 if self.unit else self.weight
-            if not is_free(op, name):
-                self.work(op, name, args, kwargs or {}, out)
-        return out
-
-    def work(self, op, name, args, kwargs, out):
-        """Note what an operation reads, writes, computes and sends."""
-        done = self.do(name, *touched(name, args, kwargs, out), **computed(op, args, kwargs, out))
         if name in COLLECTIVES:
             kind, buffer, group = COLLECTIVES[name]
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group]))
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             size = sum(t.nbytes for t in tree_leaves(args[buffer]))
             self.event(kind, size=size, ranks=len(ranks), stride=stride)
-            done.event = self.events[-1]
-            done.size = size
-
-    def do(self, name, reads, writes, **computed):
-        """Note an operation on the current stream."""
-        _, where = self.marks[-1]
-        place = where, self.micro_batch, self.row()
-        done = Operation(name, *place, self.sizes(reads), self.sizes(writes), **computed)
-        done.issued = self.calls, len(self.worked_for)
-        self.program.append(done)
-        return done
-
-    def name_last(self, name):
-        """Rename the last operation, which stands for another one."""
-        if self.micro_batch:
-            self.program[-1].name = name
-
-    def sizes(self, tensors):
-        """[(its storage's Entry, bytes)] of the tensors in a pytree."""
-        found = []
-        for t in tree_leaves(tensors):
-            if isinstance(t, torch.Tensor):
-                own = local(t)
-                storage = own.untyped_storage()
-                # An expanded tensor is smaller than it looks.
-                found.append((self.note(storage), min(own.nbytes, storage.nbytes())))
-        return found
+        return out
 
     def timeline(self):
         """(timeline, marks) of the step alone: row 0 is before it, row n after n changes."""
@@ -357,14 +331,18 @@ def power_of_two(size):
 
 
 def storage_of(t):
-    return local(t).untyped_storage()
+    """Of the tensor with memory: a DTensor wraps this rank's rows, and torchao wraps float8's."""
+    while is_traceable_wrapper_subclass(t):
+        inner, _ = t.__tensor_flatten__()
+        t = getattr(t, inner[0])
+    return t.untyped_storage()
 
 
 # ---------- stand-ins ---------------------------------------------------------
 
 
 @contextmanager
-def stand_ins(fake, ledger, on_gpu, attention):
+def stand_ins(fake, ledger, on_gpu, flash):
     """Replace parts of PyTorch: where fake tensors need it, where memory changes unseen, and
     where a CPU's kernel keeps other tensors for backward than a GPU's."""
     resize = torch.UntypedStorage.resize_
@@ -396,22 +374,18 @@ def stand_ins(fake, ledger, on_gpu, attention):
         if "non_blocking" not in kwargs:
             return to(t, *args, **kwargs)
         copy = t.clone()  # PyTorch would skip it, since all is on one CPU here
-        ledger.name_last("copy")
         if ledger.kind(t) != "host":
             ledger.label("host", copy)
         return copy
 
     def to_cpu(t):
         copy = t.clone()
-        ledger.name_last("copy")
         ledger.label("host", copy)
         return copy
 
     def of_unit(method):  # notes the unit that FSDP2 works for
         def call(group, *args, **options):
             with ledger.busy_with(group.modules[0]):
-                if ledger.micro_batch:
-                    ledger.worked_for.add((ledger.micro_batch, ledger.unit))
                 return method(group, *args, **options)
         return call
 
@@ -427,19 +401,13 @@ def stand_ins(fake, ledger, on_gpu, attention):
         ledger.mark("clip")
         return clip(*args)
 
-    def update_nothing(params, grads, *moments, **kwargs):
+    def update_nothing(*args, **kwargs):
         """AdamW's kernel works in place and allocates nothing. With fake DTensors PyTorch would
         run it on copies of all of them."""
-        if not ledger.micro_batch:
-            return
-        for name, on_host in (("update", False), ("update on the host", True)):
-            mine = [i for i, p in enumerate(params) if on_host == (ledger.kind(p) == "host")]
-            state = [[some[i] for i in mine] for some in (params, *moments) if some]
-            if mine:
-                ledger.do(name, (state, [grads[i] for i in mine]), state)
 
     patches = [
-        *recording_streams(ledger.program),
+        # Where FSDP2 takes back a gather that nobody has waited for.
+        patch.object(torch.accelerator, "current_stream", torch.cpu.current_stream),
         patch.object(torch.UntypedStorage, "resize_", listed_resize),
         patch.object(torch.Tensor, "to", to_other_memory),
         patch.object(torch.Tensor, "cpu", to_cpu),
@@ -454,20 +422,20 @@ def stand_ins(fake, ledger, on_gpu, attention):
         method = of_unit(getattr(FSDPParamGroup, name))
         patches.append(patch.object(FSDPParamGroup, name, method))
     if on_gpu:
-        patches += gpu_kernels(attention)
+        patches += gpu_kernels(flash)
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
         yield
 
 
-def gpu_kernels(attention):
+def gpu_kernels(flash):
     """Patches that keep for backward what a GPU's kernels keep."""
     fused_attention = F.scaled_dot_product_attention
     layer_norm = F.layer_norm
 
     def is_written_out(*args):  # by itself it is for CPUs only
-        return attention == "written_out"
+        return not flash
 
     # With dropout a CPU's kernel keeps T x T numbers, a GPU's does not.
     def without_dropout(*args, dropout_p=0.0, **kwargs):
@@ -501,7 +469,6 @@ def ddp_in(ledger):
             super().__init__()
             self.module = module
             self.require_backward_grad_sync = True  # fsdp.set_grad_sync sets it
-            self.stream = torch.cpu.Stream()  # DDP reduces beside backward
             self.blocks = {p: block for block in module.blocks for p in block.parameters()}
             for p in module.parameters():
                 if p.requires_grad:
@@ -512,16 +479,7 @@ def ddp_in(ledger):
 
         def reduce(self, p):
             if self.require_backward_grad_sync:
-                self.stream.wait_stream(torch.cpu.current_stream())
-                unit = self.blocks.get(p, self.module)
-                with ledger.busy_with(unit), torch.cpu.stream(self.stream):
+                with ledger.busy_with(self.blocks.get(p, self.module)):
                     dist.all_reduce(p.grad)
-                # DDP would take 25 MiB at once.
-                ledger.program[-1].calls = min(1.0, p.nbytes / (25 * 2**20))
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self.finish)  # at the end of backward
-
-        def finish(self):
-            torch.cpu.current_stream().wait_stream(self.stream)
 
     return OneByOne

@@ -5,9 +5,8 @@ extras/memory.py beside sums of one's own, PyTorch's profiler and the closed for
 """
 
 import formulas
-import pytest
 import torch
-from harness import built, on_ranks, plain_gpt, steps, values
+from harness import built, on_ranks, steps, values
 
 from extras.memory import MemoryTracer
 
@@ -29,43 +28,10 @@ def test_memory_is_of_storages_that_live():
     assert tracer.bytes == [4 * n for n in numbers]
 
 
-def test_memory_forgets_operations_but_no_tensors():
-    with MemoryTracer() as tracer:
-        x = torch.ones(8)
-        tracer.clear()
-        y = torch.ones(4)
-    assert tracer.bytes == [x.nbytes + y.nbytes]
-
-
 def at_rest(tracer):
     """Bytes between two operations, as one more of them tells."""
     one = torch.ones(1)
     return tracer.bytes[-1] - one.nbytes
-
-
-def test_memory_at_the_peak_is_what_pytorch_allocated():
-    """By its profiler, which hears from the CPU's allocator."""
-    model = plain_gpt()
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.zeros(8, 16, dtype=torch.int64)
-
-    def step():
-        model(tokens, tokens)[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with MemoryTracer() as tracer:
-        step()
-        before = at_rest(tracer)
-        step()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        step()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    assert max(tracer.bytes) - before == pytest.approx(peak, rel=0.01)
 
 
 def traced(tmp, strategy):
