@@ -1,14 +1,11 @@
 # Fine-tune SmolLM2-135M on chats; a CPU is enough.
-#   python -m extras.masks smoltalk HuggingFaceTB/smoltalk --subset=everyday-conversations --chat \
-#       --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct
 #   python train.py extras/config/finetune_smollm2.py
-# Both have the same tokens, and only -Instruct has a chat template. For your own chats see
-# extras/docs/finetuning.md.
+# extras/docs/finetuning.md prepares its data set my_chats.
 # 30 blocks * (576 * (576 + 2 * 192 + 576) + 3 * 576 * 1536) = 106.2M, and 49,152 * 576 = 28.3M in
 # the embedding, which is the head too: 134.5M parameters. 16 bytes each are 2.2 GB.
 
 out_dir = 'out-smollm2'
-dataset = 'smoltalk'
+dataset = 'my_chats'
 init_from = 'HuggingFaceTB/SmolLM2-135M'
 model = 'llama'
 always_save_checkpoint = False  # only when the validation loss improves

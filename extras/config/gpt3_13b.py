@@ -5,8 +5,8 @@
 #   python -m extras.plan extras/config/gpt3_13b.py --gpu_memory=80 --host_memory=512 \
 #       --cpu_offload=0.9
 #   torchrun --standalone --nproc_per_node=1 train.py extras/config/gpt3_13b.py --cpu_offload=0.9
-# Or on one V100 of 32 GB with 256 GB of host memory, which plans 17.6 GiB, 228 of the host and 300
-# tokens/s (fairseq's page on sharded training has 279 to 319):
+# Or on one V100 of 32 GB with 256 GB of host memory, as on fairseq's page; that plans 17.6 GiB, and
+# 228 of the host:
 #   python -m extras.plan extras/config/gpt3_13b.py --gpu=V100 --host_memory=256 \
 #       --cpu_offload=1.0 --batch_size=8 --gradient_accumulation_steps=1 --checkpoint=none
 #   torchrun --standalone --nproc_per_node=1 train.py extras/config/gpt3_13b.py --dtype=float16 \
@@ -18,7 +18,6 @@
 # 50,272 symbols, two more positions, and a head that is not tied to the embedding. Ours is tied.
 # 16 bytes each (fp32 master, gradient, two moments) are 206 GB, 25.7 GB per GPU on 8.
 # On 8 GPUs the plan's peak is 32.1 GiB.
-# With --gpu=H100 it plans 48.121 s per step and an MFU of 45.2%; 143,000 steps are 79.6 days.
 
 out_dir = 'out-gpt3-13b'
 dataset = 'fineweb_edu'

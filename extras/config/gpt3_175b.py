@@ -5,8 +5,6 @@
 # 12 * 96 * 12288^2 = 173.9 billion in the blocks + (50,304 + 2,048) * 12288 = 0.64 billion: 174.6.
 # 16 bytes each (fp32 master, gradient, two moments) are 2.79 TB, 21.8 GB per GPU in groups of 128.
 # On 1024 GPUs the plan's peak is 44.3 GiB.
-# With --gpu=H100 it plans 12.038 s per step of 4.2M tokens and an MFU of 37.0%; 300 billion tokens
-# are 10.0 days.
 
 out_dir = 'out-gpt3-175b'
 dataset = 'fineweb_edu'
