@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import HERE, Ranks, cannot_simulate, copied, flags, losses
+from harness import HERE, Ranks, copied, flags, losses
 
 import train
 from configurator import load_config
@@ -128,8 +128,6 @@ class Not:
 
 INSTALL = Not("the environment: .ci/run does it, from README.md")
 NETWORK = Not("it loads from the hub")
-NANOGPT = Not("nanoGPT's own, which is not here")
-SCRIPT = Not("of scripts below it, which need accelerate or nanoGPT; test_readme.py has bare.py")
 SIZE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, compile=False)
 SMALL = dict(SIZE, dtype="float32", device="cpu", eval_iters=1)
 ONE = dict(strategy="single", shard_group_size=0, cpu_offload=0.0, prefetch_blocks=0,
@@ -156,18 +154,6 @@ def in_the_table(rows_of, pages):
         for command, (start, _) in zip([*commands, "nothing"], rows):
             assert command.startswith(start), f"{page}: {command}\nis not in its row: {start}"
         assert commands[len(rows):] == [], f"{page}: in no row"
-
-
-def run_elsewhere(rows_of, folder="tests"):
-    """The tests that rows name are in the folder; for the core, so without extras/."""
-    found = glob(f"{folder}/**/test_*.py", root_dir=HERE, recursive=True)
-    names = {os.path.basename(path) for path in found}
-    for path in found:
-        names |= set(re.findall(r"^def (test_\w+)\(", read(path), re.M))
-    for page, rows in rows_of.items():
-        for _, row in rows:
-            for name in re.findall(r"\btest_\w+(?:\.py)?", getattr(row, "why", "")):
-                assert name in names, (page, name)
 
 
 # ---------- the clone ---------------------------------------------------------
@@ -239,7 +225,7 @@ def prints(out, expected, exact=True, begins=""):
 def run_page(clone, page, rows):
     """The page's commands as they stand there, in its order."""
     for (command, expected), (_, row) in zip(shown(page), rows):
-        if isinstance(row, Not) or "SIM_GPUS" in command and cannot_simulate():
+        if isinstance(row, Not):
             continue
         if not is_here(row.needs):
             continue

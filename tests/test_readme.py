@@ -8,7 +8,6 @@ file may import which. What train.py takes on a machine with few GPUs is in test
 
 import ast
 import functools
-import graphlib
 import math
 import os
 import re
@@ -247,42 +246,12 @@ def imports_of(path, known):
     return {room_of(name) for name in names & known.keys()}
 
 
-def house(known):
-    """{room: rooms that it imports}; known: as `modules` returns."""
-    found = {}
-    for module, path in known.items():
-        room = room_of(module)
-        found.setdefault(room, set()).update(imports_of(path, known) - {room})
-    return found
-
-
-def floors(found):
-    """How many there are in this house. CycleError names a circle."""
-    floor = {}
-    for room in graphlib.TopologicalSorter(found).static_order():
-        floor[room] = 1 + max((floor[below] for below in found[room]), default=0)
-    return max(floor.values())
-
-
-def that_know_strategies_by_name(paths):
-    """The names of functions that compare a strategy with a text."""
-    found = set()
-    for path in paths:
-        for function in ast.walk(ast.parse(read(path))):
-            if isinstance(function, ast.FunctionDef):
-                compared = [n for n in ast.walk(function) if isinstance(n, ast.Compare)]
-                texts = map(ast.unparse, compared)
-                if any(re.search(r"\.strategy\b.*'", text) for text in texts):
-                    found.add(function.name)
-    return found
-
-
 GROUND = {
     "model", "fsdp", "recorded", "activations", "checks", "optimizer", "ranks", "configurator",
     "data"}
 
 
 def test_house_the_ground_floor_knows_only_torch():
-    found = house(CORE)
-    for room in GROUND & found.keys():
-        assert found[room] == set(), room
+    for module, path in CORE.items():
+        if room_of(module) in GROUND:
+            assert imports_of(path, CORE) <= {room_of(module)}, path

@@ -8,8 +8,6 @@ torchao, and is skipped without it.
 import importlib.util
 import os
 import sys
-from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import formulas
@@ -17,7 +15,6 @@ import pytest
 import torch
 from harness import (
     DEVICES,
-    TINY,
     arguments,
     built,
     heard,
@@ -37,12 +34,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import checkpoint
-from configurator import load_config, make_config
-from extras import float8, plan
-from extras.plan.rehearse import rehearse
+from configurator import make_config
+from extras import float8
 from ranks import World
 
-needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="no torchao")
+
+def needs_torchao(test):
+    """README's command installs none, so the test is a slow one."""
+    has = importlib.util.find_spec("torchao")
+    return pytest.mark.slow(pytest.mark.skipif(not has, reason="no torchao")(test))
+
+
 SIZES = dict(n_embd=48, dtype="float8")  # multiples of 16, as float8 products want them
 RUNS = {
     "full_shard": dict(strategy="full_shard"),
@@ -130,84 +132,30 @@ def test_float8_is_for_the_blocks_matrices_that_fit():
     assert float8.linears(SimpleNamespace(blocks=one)) == [one[2]]
 
 
-def converted(device, ranks=0, **sizes):
-    """The line that it ends with, on so many ranks that share a weight."""
-    strategy = "full_shard" if ranks else "single"
-    cfg = make_config(dict(strategy=strategy, batch_size=2, block_size=16))
-    world = World(size=ranks, device=torch.device(device))
-    return refused(float8.convert, plain_gpt(**sizes), cfg, world)
-
-
-def test_float8_is_refused_where_it_cannot_be(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    assert "pip install torchao" in converted("cpu")
+@pytest.mark.parametrize("device, ranks, keys, said", [
+    ("cpu", 2, {}, "pip install torchao"), ("cpu", 0, {}, "pip install torchao"),
+    ("cuda", 2, {}, "--dtype=bfloat16"), ("mps", 2, {}, "--dtype=bfloat16"),
+    # In backward a product sums over the tokens, and a GPU's wants multiples of 16.
+    ("cpu", 2, dict(block_size=15), "batch_size x block_size"),
+    # torchao gathers no padding: NCCL would wait for bytes that nobody sends.
+    ("cpu", 5, {}, "5 ranks do not divide the 192 rows of transformer.h.0.attn.c_attn"),
+    ("cpu", 10, dict(strategy="hybrid_shard", shard_group_size=2), "pip install torchao"),
+    ("cpu", 32, {}, "pip install torchao")])
+def test_float8_is_refused_where_it_cannot_be(monkeypatch, device, ranks, keys, said):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # the last line that it would say
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "--dtype=bfloat16" in converted("cuda")
-    assert "--dtype=bfloat16" in converted("mps")
-
-
-@needs_torchao
-def test_float8_plan_gathers_less_and_leaves_ddp_out():
-    machine = SimpleNamespace(strategy=None, gpus_per_node=8, gpu_memory=2**36, host_memory=2**40,
-                              attention="flash2", cluster=None)
-    argv = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--vocab_size=256"]
-    rows = []
-    for dtype in ("float8", "bfloat16"):
-        placed = plan.variants(load_config([*argv, f"--dtype={dtype}"]), 8, machine)
-        assert ("ddp" in [cfg.strategy for cfg, _ in placed]) == (dtype == "bfloat16")
-        rows.append(plan.plan(*placed[-1], machine))  # full_shard
-    eight, sixteen = rows
-    assert 0 < eight["gathered"] < sixteen["gathered"] and eight["sent"] < sixteen["sent"]
-    assert eight["parameters"] == sixteen["parameters"]
-
-
-@needs_torchao
-def test_float8_plan_multiplies_in_8_bits():
-    """The blocks' products, though torchao says of its tensors that they are bf16. Not the head's,
-    which has one forward and two backward."""
-    machine, rest = plan.parse([
-        "--gpu=H100", "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64",
-        "--vocab_size=256", "--dtype=float8", "--strategy=full_shard", "--world_size=8"])
-    [(cfg, world)] = plan.variants(load_config(rest), 8, machine)
-    *_, program = rehearse(replace(cfg, gradient_accumulation_steps=8), world)
-    products = [op for op in program if getattr(op, "flops", 0) and not op.head]
-    assert Counter(op.width for op in products) == {1: 3 * 4 * 2, 2: 3}
-
-
-@pytest.mark.parametrize("ranks, layer", [
-    (5, "transformer.h.0.attn.c_attn"), (32, None), (0, None)])
-def test_float8_rows_that_the_ranks_do_not_divide_are_refused(monkeypatch, ranks, layer):
-    """torchao gathers no padding: NCCL would wait for bytes that nobody sends."""
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # the next line it would say
-    said = converted("cpu", ranks, n_embd=64, n_head=2)
-    if layer:
-        assert f"5 ranks do not divide the 192 rows of {layer}" in said
-        assert "--shard_group_size" in said
-    else:
-        assert "pip install torchao" in said
-
-
-def test_float8_that_the_ranks_do_not_divide_is_refused_by_the_plan():
-    argv = ["config/train_gpt2_xl.py", "--dtype=float8", "--strategy=full_shard",
-            "--cuda_graph=False"]
-    said = refused(plan.main, [*argv, "--world_size=128"])
-    assert said.startswith("dtype=float8: 128 ranks do not divide the 4800 rows")
-
-
-def test_float8_tokens_that_16_does_not_divide_are_refused(tmp):
-    """In backward a product sums over them, and a GPU's wants multiples of 16."""
-    said = refused(built, tmp, strategy="single", batch_size=3, block_size=8, **SIZES)
-    assert "batch_size x block_size" in said and "16" in said
+    strategy = dict(strategy="full_shard" if ranks else "single")
+    cfg = make_config({**strategy, **dict(batch_size=2, block_size=16), **keys})
+    world = World(size=ranks, device=torch.device(device))
+    assert said in refused(float8.convert, plain_gpt(n_embd=64, n_head=2), cfg, world)
 
 
 @needs_torchao
 @pytest.mark.parametrize("device", DEVICES[1])
 def test_cuda_trains_in_float8(tmp, device):
-    # Without a GPU it is simulated; to ask a CUDA build for its capability would raise.
-    if device == "cuda" and torch.cuda.is_available():
-        if torch.cuda.get_device_capability() < (8, 9):
-            pytest.skip("this GPU has no float8")
-    assert SIZES["n_embd"] // TINY["n_head"] % 8 == 0  # or cuDNN's attention takes no such heads
+    is_real = device == "cuda" and torch.cuda.is_available()
+    if is_real and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8")
     losses, *_ = plain_training(tiny(tmp, n_embd=SIZES["n_embd"]))
     results = on_ranks(1, trainings(tmp, device, {"float8": dict(SIZES, strategy="full_shard")}))
     [rows] = values(results, "float8")

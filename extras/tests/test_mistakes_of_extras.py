@@ -15,8 +15,6 @@ load
   --model=llama --dropout=0.1 | --help
   --model=llama --bias=True | qkv_bias
   --model=llama --n_inner=0 | at least 1
-  --model=llama --norm_eps=x | finite
-  --model=llama --qk_norm=1 | True or False
   --model=llama --n_embd=577 | multiple of n_head
   --model=llama --n_kv_head=4; config/quickstart.py --model=llama --n_kv_head=3 | a divisor of it
   --model=llama --head_dim=63 | even
@@ -30,28 +28,22 @@ extras/bench.py TOY
   --steps=0 | at least 1
   --variants=strategy=dpp | 'ddp'
   --variants=strategy=ddp | torchrun
-  --profile=ODD/a.txt | another path
 extras/plan
   --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | divisor of 96
-  --world_size=100000000 | 16384
   --world_size=0; --gpu_memory=-1; --gpu_memory=nan; --host_memory=0; --gpus_per_node=0 | above 0
-  --world_size=1.5; --world_size=2,4x | whole number
-  --host_memory=much | value
-  --strategy=zero | full_shard
   --world_size=8 --strategy=single | --world_size=1
   --world_size=8 --strategy=ddp --cpu_offload=0.5 | hybrid_shard
-  --gpu=bogus; --gpu=1:2; --gpu=1:2:-3; --gpu=nan:1:1 | A100
-  --tokens=1e9; --network=400; --measured=1000; --world_size=2,4 | --gpu=H100
-  --gpu=H100 --price=2 | --tokens
-  --gpu=H100 --tokens=0; --gpu=H100 --tokens=1e9 --price=-1; --gpu=A100 --network=nan | above 0
-  --gpu=H100 --world_size=1,8 | begin the list with 2
-  --gpu=A100 --attention=cudnn; --gpu=H100 --attention=flash3 | triton
-  --gpu=H100 --plot=/nowhere/x.png; --gpu=H100 --plot=x.xyz | .png
-  --plot=x.png | --gpu=H100
+  --gpu=bogus; --gpu=1:2:3 | A100
+  --tokens=1e9; --mfu=0.4; --link=100 | --gpu=H100
+  --gpu=H100 --tokens=0; --gpu=H100 --mfu=-1; --gpu=A100 --link=nan | above 0
 extras/huggingface.py
   ODD/nothing ODD/nothing | no checkpoint
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/a.txt --tokenizer=ODD/tokenizer.json | tokenizers
   ODD/a.txt --tokenizer=ODD/folder; ODD/a.txt --tokenizer=ODD/bad.txt | .save_pretrained(DIR)
   ODD/a.txt --tokenizer=ODD/none.json | local directory
+extras/masks.py x --tokenizer=bytes --out=ODD/new
+  ODD/a.txt --learn=a; ODD/a.txt --template={a} --learn=a,b | --template
+  ODD/a.txt --window=0 | --window
+  ODD/a.txt --special | --tokenizer=
 """

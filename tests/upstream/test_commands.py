@@ -18,10 +18,9 @@ import re
 import pytest
 from commands import (
     INSTALL,
-    NANOGPT,
     NETWORK,
     SAMPLE,
-    SCRIPT,
+    SIZE,
     Not,
     Run,
     in_the_table,
@@ -29,12 +28,11 @@ from commands import (
     pages,
     prints,
     read,
-    run_elsewhere,
     run_page,
     trains,
     typed_elsewhere,
 )
-from harness import losses, read_ckpt
+from harness import flags, losses, read_ckpt
 
 from configurator import load_config, resolve
 from ranks import World
@@ -49,6 +47,13 @@ FAIRSEQ = Not("13B: test_commands_for_fairseqs_two_resolve")
 COPIES = Not("its names stand for others; test_checkpoint.py goes on from a copied milestone")
 
 OWN = Run(["--steps=10"])
+
+
+def bench(**keys):
+    more = flags(**SIZE, device="cpu", dtype="float32", **keys)
+    return Run(["--steps=1", *more], needs="extras")
+
+
 LOSSES = Run()  # whole, and test_commands_table_of_losses compares what they leave
 
 # {page: [(how a command begins, what to do with it)]}, in the page's order
@@ -99,9 +104,9 @@ ROWS = {
         ("head=$(scontrol", SLURM),
         ("srun --kill-on-bad-exit", SLURM),
         ("for i in 1 2 3", SLURM),
-        ("export TORCH_ELASTIC", SLURM),
-        ("export PYTORCH_ALLOC", SLURM),
-        ("srun torchrun", SLURM),
+    ],
+    "docs/data.md": [
+        ("python -m extras.masks my_chats rows.jsonl", Not("extras/docs/finetuning.md has it")),
     ],
     "docs/fork.md": [
         ("python -m pytest -q tests/test_optimizer.py --optimizer=nadam", FORK),
@@ -113,18 +118,10 @@ ROWS = {
         ("for strategy in ddp shard_grad_op full_shard; do torchrun", LOSSES),
     ],
     "docs/measurements.md": [
+        ("torchrun --standalone --nproc_per_node=2 -m extras.bench config/quickstart.py",
+         bench(gradient_accumulation_steps=2)),
+        ("python -m extras.bench config/quickstart.py --steps=3 --profile", bench()),
         ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
-        ("torchrun --standalone --nproc_per_node=2 train.py config/train_shakespeare_char.py",
-         trains(dataset="python_stdlib")),
-        ("python train.py $NANO", NANOGPT),
-        ("python train.py config/quickstart.py", trains()),
-        ("python trainer.py", SCRIPT),
-        ("torchrun --standalone --nproc_per_node=2 bare.py", SCRIPT),
-        ("python train.py $NANO", NANOGPT),
-        ("python train.py config/train_shakespeare_char.py", trains(dataset="python_stdlib")),
-        ("python sample.py --out_dir=OUT", SCRIPT),
-        ("python prepare.py", NANOGPT),
-        ("python data/prepare.py OUT corpus.jsonl", Not("test_data.py; its tokenizer is GPT-2's")),
     ],
     "docs/migration.md": [
         ("torchrun --standalone --nproc_per_node=1 train.py $A", FAIRSEQ),
@@ -147,10 +144,6 @@ ROWS = {
 
 def test_commands_are_all_in_the_table():
     in_the_table(ROWS, pages())
-
-
-def test_commands_what_is_run_elsewhere_is_there():
-    run_elsewhere(ROWS)
 
 
 @pytest.fixture(scope="module")
