@@ -29,12 +29,15 @@ def test_moe_asks_the_best_experts_of_each_token(tmp, n_expert, n_active):
         assert torch.allclose(got, expected, atol=1e-5)
     balance = n_expert * (asked / asked.sum() * chances.mean((0, 1))).sum()
     assert unbalanced.item() == pytest.approx(balance.item(), rel=1e-5)
+    x = x.bfloat16()  # the experts are chosen in fp32 all the same
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(x)[1].item() == experts(x.float())[1].item()
     # a busy expert's chance is pushed down
     pushed, expected = (torch.autograd.grad(loss, experts.router.weight, retain_graph=True)[0]
                         for loss in (unbalanced, balance))
     assert torch.allclose(pushed, expected, rtol=1e-3, atol=1e-7)
     experts.router.weight.data.zero_()
-    assert experts(x)[1].item() == pytest.approx(1)  # all chances are equal
+    assert experts(x.float())[1].item() == pytest.approx(1)  # all chances are equal
 
 
 def test_moe_initial_values_are_smaller_at_the_ends_of_residual_branches(tmp):

@@ -1,6 +1,5 @@
 """
-plan/ against other ways to know: what a step holds, what it sends, and its time by hand. What plan
-refuses on its command line is in test_mistakes_of_extras.py.
+plan/ against other ways to know: what a step holds, what it sends, and its time by hand.
 
     python -m pytest -q extras/tests/test_plan.py
 
