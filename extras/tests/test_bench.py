@@ -1,6 +1,5 @@
 """
-extras/bench.py: its figures against each other, and against PyTorch's count of FLOPs. What it
-refuses is in test_mistakes_of_extras.py.
+extras/bench.py: its figures against each other, and against PyTorch's count of FLOPs.
 
     python -m pytest -q extras/tests/test_bench.py
 """

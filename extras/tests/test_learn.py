@@ -162,6 +162,8 @@ def test_learn_of_two_columns_leaves_a_row_out_if_the_last_is_empty():
     tokens = masked.encode(masked.document(dict(a="xx", b="yyyy", c="zz"), ""), own)
     assert tokens["token"].tolist() == [*b"xx|yyyy|zz.", 256]
     assert tokens["token"][tokens["learned"] == 1].tolist() == [*b"xxzz"]
+    keys = {masked.key(masks.Document("xyz", [(i, 3)])) for i in range(3)}
+    assert len(keys) == 3  # so their CRC knows that an answer begins elsewhere
 
 
 # ---------- chats, by the recipe of docs/data.md ------------------------------
@@ -173,7 +175,7 @@ CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
 GENERATION = CHATML.replace(TURN, (
     "{% if m.role == 'user' %}" + TURN + "{% else %}<|im_start|>assistant\n"
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}{% endif %}"))
-# As Llama 3's: it begins with <s>, and trims what is said.
+# As Llama 3's: it begins with <s>, trims what is said, and ends turns and texts differently.
 LLAMA3 = "{{ bos_token }}" + CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
@@ -185,7 +187,7 @@ THINKS = CHATML.replace(
 TEMPLATES = {  # name: (template, what is learned of an answer, parts of the tokenizer)
     "chatml": (CHATML, "{}<|im_end|>", {}),
     "generation": (GENERATION, "{}<|im_end|>", dict(trim=False)),
-    "llama3": (LLAMA3, "{}<|im_end|>", {}),
+    "llama3": (LLAMA3, "{}<|im_end|>", dict(end="</s>")),
     "mistral": (MISTRAL, " {}</s>", dict(metaspace=True, end="</s>")),
     "thinks": (THINKS, "<think></think>{}<|im_end|>", {}),
     # It asks for a turn that it does not write, as some that think do; or ends it with no token.
