@@ -271,7 +271,6 @@ def old_shards(path):
     (edited(n_layer=2.5), "", "n_layer=2.5 must be a whole number"),
     (edited(n_layer=2), "", "is of another model: this one has no model.transformer.h.2."),
     (lambda path: os.truncate(path / "model.safetensors", 1000), "", "cannot be read as a Hugging"),
-    (edited(), "--n_layer=12", "--n_layer=3"),  # given, though it is the default
     (edited(), "--model=llama", "--model=gpt2"),
 ])
 def test_huggingface_odd_files_and_other_sizes_are_one_clear_line(tmp_path, edit, flags, message):

@@ -14,7 +14,6 @@ TABLE = r"""
 load
   --model=llama --dropout=0.1 | --help
   --model=llama --bias=True | qkv_bias
-  --model=llama --n_inner=0 | at least 1
   --model=llama --n_embd=577 | multiple of n_head
   --model=llama --n_kv_head=4; config/quickstart.py --model=llama --n_kv_head=3 | a divisor of it
   --model=llama --head_dim=63 | even
@@ -25,7 +24,6 @@ train.py TOY
 train.py TOY --init_from=resume --eval_only=True
   --out_dir=ODD/whole --optimizer=muon | --optimizer=adamw
 extras/bench.py TOY
-  --steps=0 | at least 1
   --variants=strategy=dpp | 'ddp'
   --variants=strategy=ddp | torchrun
 extras/plan

@@ -33,7 +33,6 @@ def test_notebook_runs_and_prints_what_it_shows(tmp_path, monkeypatch):
     nbclient.NotebookClient(  # CellExecutionError if a cell raises
         notebook, timeout=600, kernel_name="python3",
         resources={"metadata": {"path": str(clone)}}).execute()
-    assert sum("assert " in cell["source"] for cell in shown) > 9
     if torch.cuda.is_available() or not torch.__version__.startswith("2.15"):
         return  # a GPU, or another PyTorch with its own warnings
     for ran, cell in zip(notebook.cells, shown):
