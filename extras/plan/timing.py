@@ -1,6 +1,6 @@
 """
 How long a step takes, by one plain formula: its FLOPs at a share of the GPU's peak (--mfu), or the
-bytes that it sends at the speed of a link (--link), whichever takes longer.
+bytes that it sends at the speed of a link (--link), whichever takes longer, and what nothing hides.
 
 The host, memory's bandwidth, the optimizer and copies of offloaded rows are not in it. Measure a
 step of your own (extras/bench.py), and pass the MFU that it prints.
@@ -70,14 +70,16 @@ def this_gpu():
 def seconds(events, flops, machine):
     """A step's seconds on a GPU that does so many FLOPs and has these events."""
     compute = flops / (PEAK_FLOPS[machine.gpu.name] * machine.mfu)
-    sends = [event for event in events if event.size and event.where not in UPDATE]
-    if not sends:
-        return compute
-    each = [event.sent() / rate(event, machine) for event in sends]
-    all_of_them = sum(event.times * one for event, one in zip(sends, each))
-    # Nothing runs beside the first gather and the last reduction.
-    alone = each[0] + each[-1]
-    return max(compute, all_of_them - alone) + alone
+    sending = alone = 0
+    sends = [event for event in events if event.size]
+    passes = [event for event in sends if event.where not in UPDATE]  # forward and backward
+    for event in sends:
+        one = event.sent() / rate(event, machine)
+        sending += event.times * one
+        # Nothing runs beside the first gather, the last reduction, and what the update sends.
+        if event.where in UPDATE or event is passes[0] or event is passes[-1]:
+            alone += one
+    return max(compute, sending - alone) + alone
 
 
 def rate(event, machine):
