@@ -5,7 +5,7 @@ ValueError that names the mistake. This file imports only torch: copy it along w
     checks.before_sharding(model)
     shard(model, ...)
     optimizer = ...
-    checks.after_building(model, optimizer)  # what else it trains follows: (..., my_loss)
+    checks.after_building(model, optimizer)
     optimizer.step()  # the first one
     checks.after_first_step(model, optimizer)
     with checks.check_units(model):  # for a few steps of a new model: it is slow
@@ -24,68 +24,53 @@ from torch.distributed.tensor import DTensor
 
 
 def before_sharding(model):
-    """Raise if a parameter or buffer has no values, if a trained parameter's updates would be
-    rounded, or if the ranks have different values (collective, where a process group is open)."""
-    for name, p in model.named_parameters():
-        if isinstance(p, torch.nn.UninitializedParameter):
-            raise ValueError(
-                f"{name} has no values before a first forward: run one before `shard`, on every "
-                "rank with the same seed")
+    """Raise if a buffer has no values, if a trained parameter's updates would be rounded, or if the
+    ranks have different values (collective, where a process group is open)."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"the buffer {name} is on the meta device and has no values: compute it in "
-                "forward, set it to a tensor with values, or build the model on the CPU")
+                "forward, or build the model on the CPU")
     refuse_rounding(model)
     if dist.is_initialized():
         refuse_different_values(model)
-
-
-def refuse_different_values(model):
-    """FSDP2 broadcasts nothing: each rank keeps rows of its own model."""
-    sums = {}
-    for name, t in [*model.named_parameters(), *model.named_buffers()]:
-        has_all = not t.is_meta and not isinstance(t, DTensor)
-        real = torch.view_as_real(t) if t.is_complex() else t
-        sums[name] = real.detach().sum(dtype=torch.float64).item() if has_all else math.nan
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, list(sums.values()))
-    for name, *values in zip(sums, *of_ranks):
-        # allclose: machines of two kinds may round differently.
-        if not torch.allclose(torch.tensor(values), torch.tensor(values[0]), equal_nan=True):
-            raise ValueError(
-                f"{name} differs between ranks (the sums of its values are {values[:8]}): build "
-                "the model with one seed on all ranks, and call manual_seed(seed + rank) later")
 
 
 def refuse_rounding(model):
     for name, p in model.named_parameters():
         if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
-                f"{name} trains in {p.dtype}, which would round small updates away: call "
-                "model.float() before `shard`, and no model.to(dtype) after it. mp_policy says "
-                "what to compute in")
+                f"{name} trains in {p.dtype}, which would round small updates away: train in "
+                "float32, and let mp_policy say what to compute in")
 
 
-def after_building(model, optimizer, *others):
-    """Raise if the optimizer trains a parameter that neither the model nor the other modules
-    have, or a gathered copy; or if a trained parameter's updates would be rounded, as after
-    model.to(torch.bfloat16)."""
-    owned = {p for module in (model, *others) for p in module.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    if is_sharded:
+def refuse_different_values(model):
+    """FSDP2 broadcasts nothing: each rank keeps rows of its own model."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sums = [math.nan if t.is_meta else t.detach().double().sum().item() for _, t in named]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sums)
+    for (name, _), *values in zip(named, *of_ranks):
+        # allclose: machines of two kinds may round differently.
+        if not torch.allclose(torch.tensor(values), torch.tensor(values[0]), equal_nan=True):
+            raise ValueError(
+                f"{name} differs between ranks (the sums of its values are {values[:8]}): build "
+                "the model with one seed on all ranks")
+
+
+def after_building(model, optimizer):
+    """Raise if the optimizer trains a parameter that the model does not have, or a gathered copy;
+    or if a trained parameter's updates would be rounded, as after model.to(torch.bfloat16)."""
+    refuse_rounding(model)
+    owned = set(model.parameters())
+    if any(isinstance(p, DTensor) for p in owned):
         owned = {p for p in owned if isinstance(p, DTensor)}  # a forward has gathered the others
-    strange = [tuple(p.shape) for p in held if p.requires_grad and p not in owned]
-    if strange:
-        raise ValueError(
-            f"the optimizer trains {len(strange)} parameters that are not the model's, with shapes "
-            f"{strange[:3]}. Either it was made before `shard`, or after a forward, which replace "
-            "them: make it right after `shard`. Or they are of another module, such as a loss, and "
-            "each rank would train its own: put it into the model, or shard it too and pass it to "
-            "after_building")
-    for module in (model, *others):
-        refuse_rounding(module)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and p not in owned:
+                raise ValueError(
+                    f"the optimizer trains a parameter of shape {tuple(p.shape)} that is not the "
+                    "model's: make it right after `shard`, which replaces them, as a forward does")
 
 
 def after_first_step(model, optimizer):
@@ -94,15 +79,12 @@ def after_first_step(model, optimizer):
     for name, p in model.named_parameters():
         for key, t in optimizer.state.get(p, {}).items():
             if not isinstance(t, torch.Tensor):
-                raise ValueError(
-                    f"the optimizer's state {key!r} of {name} is a {type(t).__name__}, but "
-                    "checkpoints only keep tensors: make it torch.tensor(...)")
+                raise ValueError(f"the optimizer's state {key!r} of {name} is no tensor: {t!r}")
             is_rows = isinstance(p, DTensor) and t.shape == p.to_local().shape != p.shape
             if is_rows and not isinstance(t, DTensor):
                 raise ValueError(
-                    f"the optimizer's state {key!r} of {name} has only this rank's rows, and "
-                    "a checkpoint would take them for the whole: make it a DTensor, such as "
-                    "torch.zeros_like(p)")
+                    f"the optimizer's state {key!r} of {name} has only this rank's rows: make it "
+                    "a DTensor, such as torch.zeros_like(p)")
 
 
 # ---------- do all ranks do the same? -----------------------------------------

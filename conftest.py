@@ -8,7 +8,7 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, "tests"))
 sys.path.append(os.path.join(HERE, "extras", "tests"))  # for extras/tests/upstream
-from harness import HASH_SEEDS, make_data  # noqa: E402
+from harness import make_data  # noqa: E402
 
 import configurator  # noqa: E402
 
@@ -27,16 +27,6 @@ def models(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:  # another test's file may have the same name
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
-    configurator.keys_of.cache_clear()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    report = yield
-    if report.failed:
-        seeds = ",".join(map(str, HASH_SEEDS))
-        report.sections.append(("hash seeds of the ranks", f"HASH_SEEDS={seeds}"))
-    return report
 
 
 def pytest_configure(config):

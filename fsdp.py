@@ -43,7 +43,7 @@ their gradients reduced, in one collective. PyTorch's hooks do this, not code in
     after that            free i, reduce its gradients           free i, reduce its gradients
 
 The root unit holds every other parameter. It stays gathered from its forward to the end of
-backward, or with set_grad_sync to the end of the step's last one. All ranks must run the same
+backward, or with set_grad_sync to the end of the step's last backward. All ranks must run the same
 units in the same order. If one skips a block, they mix rows of different blocks without an error;
 checks.check_units finds that.
 
@@ -136,7 +136,7 @@ def shard(
 
     # 1) Shard the units, then the root, which takes everything else.
     for unit in units:
-        # Groups of n ranks needn't keep a table for backward.
+        # Backward does not gather a table, so keeping 1/n of it would waste memory.
         reshard = bool(reshard_after_forward) if unit in tables else reshard_after_forward
         fully_shard(
             unit,
@@ -311,7 +311,7 @@ def set_grad_sync(
     root = fsdp_root(wrapped)
     if isinstance(wrapped, DistributedDataParallel):
         wrapped.require_backward_grad_sync = sync  # what DDP's no_sync() sets
-    elif root:
+    elif root is not None:
         root.set_requires_gradient_sync(sync)
         # After the line above, which sets it too. The groups of hybrid sharding all-reduce once
         # per step, however many micro-batches.
@@ -320,8 +320,8 @@ def set_grad_sync(
 
 
 def zero_grad(wrapped, optimizer, in_place: bool = False):
-    """Clear the gradients. in_place: keep their memory, as a recorded step needs it, and DDP: its
-    gradients are views of its buckets."""
+    """Clear the gradients. in_place: keep their memory. A recorded step needs that, and so does
+    DDP, whose gradients are views of its buckets."""
     in_place = in_place or isinstance(wrapped, DistributedDataParallel)
     optimizer.zero_grad(set_to_none=not in_place)
 
@@ -345,7 +345,7 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
             raise ValueError(
                 f"{name} is not sharded, so its gradient is out of sight: a forward ran between "
                 "backward and step (evaluate after the step), set_grad_sync was not told of the "
-                "last micro-batch, or it was added after `shard`")
+                "last micro-batch, or the parameter was added after `shard`")
         if p.grad is not None:
             grad = p.grad.to_local() if is_sharded else p.grad
             grads[grad.device].append(grad)
@@ -394,7 +394,8 @@ def inference(wrapped, training: bool = False):
 def gather_full(t):
     """All of t in rank 0's host memory, None on the other ranks (collective). Unlike with
     t.full_tensor(), only rank 0 ends up with all of it, and it takes half the time.
-    t: cut by rows in the mesh's last dimension, as `shard` does it; or a plain tensor."""
+    t: cut by rows in the mesh's last dimension, as `shard` does it; or a plain tensor. (So call it
+    before forward or after backward: a gathered root has plain copies, in param_dtype.)"""
     t = t.detach()
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):

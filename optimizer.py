@@ -40,12 +40,8 @@ def make_adamw(params, cfg):
         {"params": vectors, "weight_decay": 0.0},
     ]
     # fused is one kernel; the other variants make a dozen temporaries as large as the model.
-    return torch.optim.AdamW(
-        groups,
-        lr=cfg.learning_rate,
-        betas=(cfg.beta1, cfg.beta2),
-        fused=True,
-    )
+    betas = (cfg.beta1, cfg.beta2)
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, fused=True)
 
 
 def learning_rate_at(step, cfg):
@@ -60,15 +56,12 @@ def learning_rate_at(step, cfg):
     if step >= cfg.lr_decay_iters:
         return cfg.min_lr
     progress = (step - cfg.warmup_iters) / (cfg.lr_decay_iters - cfg.warmup_iters)
-    if cfg.lr_schedule == "cosine":
-        share = 0.5 * (1 + math.cos(math.pi * progress))
-    elif cfg.lr_schedule == "linear":
-        share = 1 - progress
-    elif cfg.lr_schedule == "wsd":  # warm up, stay constant, decay in the last fifth
-        share = min(1.0, (cfg.lr_decay_iters - step) / (0.2 * cfg.lr_decay_iters))
-    else:
-        raise ValueError(f"lr_schedule={cfg.lr_schedule} has no formula in learning_rate_at")
-    return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
+    shares = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": min(1.0, 5 * (1 - step / cfg.lr_decay_iters)),  # decay in the last fifth
+    }
+    return cfg.min_lr + shares[cfg.lr_schedule] * (cfg.learning_rate - cfg.min_lr)
 
 
 class LossScaler:
@@ -85,7 +78,6 @@ class LossScaler:
         self.enabled = cfg.dtype == "float16"
         self.scale = cfg.loss_scale if self.enabled else 1.0
         self.good_steps = 0  # since the scale last changed
-        self.skipped = 0  # steps; Log.step reports and resets it
 
     def accepts(self, norm):
         """True if the optimizer may take its step. norm: the gradient norm over all ranks."""
@@ -93,12 +85,8 @@ class LossScaler:
             return True
         is_finite = math.isfinite(norm)  # synchronization point
         self.good_steps += 1
-        if not is_finite:
-            self.skipped += 1
-            self.scale /= 2
-            self.good_steps = 0
-        elif self.good_steps == self.GROW_AFTER:
-            self.scale *= 2
+        if not is_finite or self.good_steps == self.GROW_AFTER:
+            self.scale *= 2 if is_finite else 0.5
             self.good_steps = 0
         return is_finite
 

@@ -31,17 +31,18 @@ function
 - runs on one stream, which is not the default one, from the start of the run.
 The GPU's random numbers follow the torch.manual_seed before the call.
 
-Until 2026-11-27 it has run on simulated GPUs only, and its prototype on an H200.
+It has run on an H200 (2026-11-28, torch 2.13), not between two GPUs. (PyTorch's
+make_graphed_callables refuses modules with hooks, as FSDP2's units have; torch.compile's
+mode="reduce-overhead" records only what is in its graphs.)
 """
-
-import traceback
 
 import torch
 
 
 class Recorded:
-    """function(*tensors) -> tensor, recorded as CUDA graphs and replayed. SystemExit if it cannot
-    be recorded, or decides something on the host; the line says where.
+    """function(*tensors) -> tensor, recorded as CUDA graphs and replayed. If it cannot be recorded,
+    PyTorch's error comes with the line that waited for the GPU. SystemExit if it decides something
+    on the host.
 
     per_step: calls in a step. The first and the last have a recording of their own, and those
         between share one: FSDP2's first forward gathers the root, its last backward frees it.
@@ -81,25 +82,14 @@ class Recorded:
         if is_compared and not torch.allclose(result, expected, rtol=0.01, equal_nan=True):
             raise SystemExit(
                 f"a replay's result is {result:.4f}, and the function's {expected:.4f}: it decides "
-                "something on the host, so don't record it (train.py's --cuda_graph=False)")
+                "something on the host; pass --cuda_graph=False")
         return result
 
     def record(self, tensors):
         inputs = [t.clone() for t in tensors]
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
-        try:
-            # thread_local: NCCL's watchdog may ask the GPU something meanwhile.
-            with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
-                result = self.function(*inputs)
-        except RuntimeError as e:
-            if "during capture" in str(e):  # the end of a failed recording fails too
-                e = e.__context__ or e
-            if isinstance(e, (torch.OutOfMemoryError, torch.distributed.DistBackendError)):
-                raise e
-            calls = traceback.extract_tb(e.__traceback__)
-            at = [call for call in calls if not call.filename.startswith(torch.__path__[0])][-1]
-            why = " ".join(str(e).splitlines()[:1])
-            raise SystemExit(
-                f"{at.filename}:{at.lineno} cannot be recorded ({why}); pass --cuda_graph=False")
+        # thread_local: NCCL's watchdog may ask the GPU something meanwhile.
+        with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
+            result = self.function(*inputs)
         return graph, inputs, result

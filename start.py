@@ -20,34 +20,26 @@ def open_start(cfg, world):
     """Open the run's starting point (all ranks). Returns (source, resumed): source is None when
     starting from scratch; resumed is True if the run continues, False if it only takes the
     weights."""
-    source = open_source(cfg, world)
-    if source is None and cfg.init_from == "resume":
-        raise SystemExit(
-            f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}; use scratch, or auto to "
-            "resume only if there is one")
-    return source, source is not None and cfg.init_from in ("resume", "auto")
-
-
-def open_source(cfg, world):
-    """Open the checkpoint or model that cfg.init_from names (all ranks). None for scratch, or if
-    there is no checkpoint."""
     if cfg.init_from == "scratch":
-        return None
+        return None, False
     if cfg.init_from not in ("resume", "auto"):
-        return open_weights(cfg.init_from, world, "init_from", cfg.dataset)
-    return checkpoint.find(cfg.out_dir, world)
+        return open_weights(cfg.init_from, world, "init_from", cfg.dataset), False
+    source = checkpoint.find(cfg.out_dir, world)
+    if source is None and cfg.init_from == "resume":
+        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}")
+    return source, source is not None
 
 
 def open_weights(name, world, wanted_by, dataset=None):
     """The weights of another run's out_dir, or of a model in Hugging Face's format.
-    wanted_by: where the name came from, for error lines. dataset: what they are to learn, in the
-    tokens of Hugging Face's model."""
+    wanted_by: where the name came from, for error lines. dataset: the data to train on; its
+    tokenizer must be that of Hugging Face's model."""
     source = checkpoint.find(name, world)
     if source:
         return checkpoint.for_new_run(source)
     huggingface = configurator.named_file(f"{wanted_by}={name}", "huggingface")
-    # Rank 0 first, so that one line says what is wrong. Then each rank opens the name, since a
-    # node may have a cache of its own, and waits: a download may take longer than NCCL allows.
+    # Rank 0 first, so that one rank downloads. Then each opens the name, since a node may have a
+    # cache of its own.
     from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
     source = huggingface.open_pretrained(name, wanted_by)
     if dataset is not None:
@@ -60,36 +52,32 @@ def final_config(cfg, source, resumed, world):
     """cfg with the source's model sizes, or the vocabulary size of the data. SystemExit if a file
     or a flag contradicts them. When resuming, prints other differences."""
     if source:
-        # Defaults for checkpoints that lack these keys: older ones, nanoGPT's, Hugging Face's.
-        theirs = {"optimizer": "adamw", "lr_schedule": "cosine", **source.header["config"]}
+        theirs = source.header["config"]
         sizes = source.header["model_args"]
         # A new run keeps its own block_size if that is shorter: it saves memory.
         cfg = configurator.with_sizes(
             cfg, theirs["model"], sizes, source.path, whole_context=resumed)
     if resumed:
-        if cfg.optimizer != theirs["optimizer"]:
-            configurator.refuse("optimizer", cfg.optimizer, theirs["optimizer"], source.path)
-        changed = configurator.differences({**theirs, **sizes}, cfg)
-        if changed:
-            print0(world, f"this run differs from the run of {source.path}: {', '.join(changed)}")
+        before = {**theirs, **sizes}
+        for key, value in configurator.as_dict(cfg).items():
+            old = before.get(key, value)
+            if old != value and key != "init_from":
+                print0(world, f"{key}={value!r} now, and {old!r} in {source.path}")
     cfg = with_own_files(cfg, resumed, world)
     return cfg if source or hasattr(cfg.sizes, "opened") else with_vocabulary(cfg)
 
 
 def with_own_files(cfg, resumed, world):
     """Let the model file open what its own keys name, and fill in the sizes that it finds there
-    (all ranks). resumed: False for a new run, which may move what is in cfg.out_dir."""
+    (all ranks). resumed: False for a new run, which will move an earlier run out of cfg.out_dir."""
     open_files = getattr(configurator.model_file(cfg.model), "open_files", None)
     return open_files(cfg, world, resumed) if open_files else cfg
 
 
 def with_vocabulary(cfg):
-    """cfg with the vocabulary size of its data, if meta.json has one; SystemExit if a file or a
-    flag set another."""
-    ours = cfg.sizes.vocab_size
-    size = read_meta(data_dir(cfg.dataset)).get("vocab_size", ours)
-    if "vocab_size" in cfg.given and ours != size:
-        raise SystemExit(
-            f"vocab_size={ours}, but dataset={cfg.dataset} has {size} symbols; pass "
-            f"--vocab_size={size}, or another --dataset")
+    """cfg with the vocabulary size of its data, if meta.json has one, and no file or flag has set
+    another."""
+    size = read_meta(data_dir(cfg.dataset)).get("vocab_size")
+    if size is None or "vocab_size" in cfg.given:
+        return cfg
     return replace(cfg, sizes=replace(cfg.sizes, vocab_size=size))

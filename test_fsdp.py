@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import formulas
 import harness
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,12 +36,10 @@ from harness import (
     two_each,
     values,
 )
-from torch.distributed import device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn import functional as F
 
 import configurator
 import fsdp
@@ -159,7 +156,7 @@ def run_case(world, name, **keys):
     CASES[world][name] = run_training, {"name": name, **two_each(world), **keys}
 
 
-for world, keys in STRATEGIES + [(3, DDP), (3, ZERO3), (4, ZERO2), (4, ZERO3)]:
+for world, keys in STRATEGIES + [(3, DDP), (3, ZERO3), (4, DDP), (4, ZERO2), (4, ZERO3)]:
     run_case(world, f"{keys['strategy']}-{world}", **keys)
 run_case(3, "shard_grad_op-3", **ZERO2, grad_sync="last")
 SHORT = dict(max_iters=3, eval_interval=3)
@@ -172,8 +169,8 @@ for keys in (DDP, ZERO3):
 run_case(2, "untied-units", **ZERO3, **SHORT, **UNITS)
 REGATHER = dict(reshard_group_size=2)  # after forward each two of four ranks keep the blocks
 for i, keys in enumerate((
-        ZERO3, dict(HYBRID, shard_group_size=4), dict(ZERO3, activation_checkpointing="full"),
-        dict(ZERO3, grad_sync="last", prefetch_blocks=2), dict(ZERO3, cpu_offload=0.5),
+        dict(HYBRID, shard_group_size=4), dict(ZERO3, activation_checkpointing="full"),
+        dict(ZERO3, grad_sync="last", prefetch_blocks=2, cpu_offload=0.5),
         dict(ZERO3, freeze=FREEZE, **UNITS))):
     run_case(4, f"regather{i}", **keys, **SHORT, **REGATHER)
 
@@ -186,6 +183,7 @@ def in_two_buckets(**kwargs):
 
 CASES[2]["ddp-buckets"] = in_two_buckets, dict(CASES[2]["ddp-2"][1], name="ddp-buckets")
 PARITY = [(world, name) for world in CASES for name in CASES[world]]
+
 
 @pytest.fixture(scope="session")
 def plain(tmp):
@@ -234,9 +232,7 @@ def case_mechanisms(tmp, **overrides):
 
     with patch.object(fsdp, "materialize", spy):
         run = built(tmp, **overrides)
-    before = whole(run)
-    steps(run, n=2)
-    after = whole(run)
+    steps(run)
     model, params = run.model, dict(run.model.named_parameters())
     shard = run.cfg.shard_group_size or run.world.size
     moments = []
@@ -260,7 +256,6 @@ def case_mechanisms(tmp, **overrides):
         tied=model.lm_head.weight is model.transformer.wte.weight,
         allocated=len(allocated),
         whole=[shape for shape, n in allocated if shape[0] > 1 and n >= math.prod(shape)],
-        unchanged=[n for n in params if run.world.rank == 0 and torch.equal(before[n], after[n])],
         inside=inside, outside=gathered())
 
 
@@ -270,7 +265,7 @@ def test_mechanisms_of_sharding(ranks, world, strategy):
     for r in per_rank:
         for key in ("blocks", "dtensor", "rows", "moments", "tied", "allocated"):
             assert r[key], key
-        for key in ("whole", "unchanged", "outside"):
+        for key in ("whole", "outside"):
             assert r[key] == [], key
         root = ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight",
                 "transformer.ln_f.bias"]
@@ -348,8 +343,7 @@ def case_collectives(tmp, **overrides):
     steps(run, first=2)
     counts = {str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()}
     formula = [[*key, n] for key, n in formulas.traffic(run.model, run.cfg, run.world).items()]
-    table = tuple(run.model.transformer.wte.weight.shape)
-    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets, table=table)
+    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets)
 
 
 @pytest.mark.parametrize("strategy, grad_sync, option", [t for t in TRAFFIC if mode(t[0]).sharded])
@@ -377,53 +371,22 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
 
     dtypes = {dtype for kind, _, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
     assert dtypes == {"torch.bfloat16" if option == "reduce" else "torch.float32"}
-    moved = Counter()
-    for name, n, _, size in r["traffic"]:
-        moved[name, n] += size
-    assert moved == {(kind, n): size for kind, n, size in r["formula"]}
+    assert_traffic(r)
 
 
 @pytest.mark.parametrize("option", MORE_TRAFFIC)
 def test_mechanisms_collectives_where_backward_gathers_less(ranks, option):
     """An embedding's table only in forward; in backward the blocks inside groups of two ranks."""
     world, name, _ = MORE_TRAFFIC[option]
-    r = values(ranks(world), name)[0]
-    moved, times = Counter(), Counter()
-    for kind, n, _, size in r["traffic"]:
+    assert_traffic(values(ranks(world), name)[0])
+
+
+def assert_traffic(result):
+    """The formula's bytes, by kind and by size of the group."""
+    moved = Counter()
+    for kind, n, _, size in result["traffic"]:
         moved[kind, n] += size
-        times[kind, n, size] += 1
-    assert moved == {(kind, n): size for kind, n, size in r["formula"]}
-    micro = 3
-    if option == "regather":  # the root and three blocks, and the blocks again
-        gathers = {4: 0, 2: 0}
-        for (kind, n, _), count in times.items():
-            gathers[n] += count * (kind == "all_gather")
-        assert gathers == {4: 1 + micro * 3, 2: micro * 3}
-        return
-    rows, width = r["table"]
-    size = 4 * math.ceil(rows / world) * world * width
-    # The head is as large as the table, and it is gathered again.
-    expected = {2: 3 * micro} if world == 2 else {4: 2 * micro, 2: micro}
-    assert {n: times["all_gather", n, size] for n in expected} == expected
-
-
-@case((4, "groups", REGATHER))
-def case_groups(tmp, **overrides):
-    """How many groups of ranks are made: with one block, with three, with one and a table."""
-    made = []
-    table = dict(n_layer=1, model="test_fsdp", vocab_size=2000)
-    for keys in (dict(n_layer=1), dict(n_layer=3), table):
-        with patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as new_group:
-            run = built(tmp, **keys, **ZERO3, **overrides)
-        made.append(new_group.call_count)
-    assert isinstance(run.model.transformer.wte, FSDPModule)
-    return made
-
-
-def test_mechanisms_a_number_makes_groups_of_ranks_for_each_unit(ranks):
-    """On 4 ranks 4 of them, so 128 for 32 units. The key's help says it. None for a table, which
-    backward does not gather."""
-    assert values(ranks(4), "groups") == 4 * [[4, 12, 4]]
+    assert moved == {(kind, n): size for kind, n, size in result["formula"]}
 
 
 @pytest.mark.parametrize("option", ["plain", "frozen"])
@@ -436,7 +399,7 @@ def test_mechanisms_ddp_reduces_what_trains(ranks, grad_sync, option):
 BYTES = [
     DDP, ZERO3, dict(**ZERO2, freeze=FREEZE), dict(**ZERO3, cpu_offload=0.5),
     dict(**ZERO3, cpu_offload=1.0, freeze=r"h\.1\."), dict(**ZERO3, wrap_min_params=2000)]
-BYTES_AT = [(world, f"bytes-{i}-{world}", keys) for world in (1, 2, 3, 4)
+BYTES_AT = [(world, f"bytes-{i}-{world}", keys) for world in (2, 3)
             for i, keys in enumerate(BYTES)] + [(4, "bytes-hybrid-4", HYBRID)]
 
 
@@ -476,43 +439,26 @@ def test_mechanisms_bytes_kept_by_a_rank_are_the_formula(ranks, world, name, key
         assert (sum(device.values()) == 0) == (keys.get("cpu_offload") == 1)
 
 
-@case(*((2, f"calls-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
-def case_calls(tmp, strategy):
-    """Names of what is compiled, prefetches what in forward and backward, and is offloaded."""
-    ahead = "set_modules_to_{}_prefetch"
-    with (patch.object(torch, "compile", wraps=lambda f, **options: f) as compiled,
-          patch.object(FSDPModule, ahead.format("forward"), autospec=True) as forward,
-          patch.object(FSDPModule, ahead.format("backward"), autospec=True) as backward,
+@case((2, "calls", {}))
+def case_calls(tmp):
+    """Names of what each unit prefetches in forward, and of what is offloaded."""
+    with (patch.object(FSDPModule, "set_modules_to_forward_prefetch", autospec=True) as forward,
           patch.object(fsdp, "fully_shard", wraps=fsdp.fully_shard) as shard):
-        keys = dict(prefetch_blocks=2, cpu_offload=0.5) if mode(strategy).sharded else {}
-        run = built(tmp, strategy=strategy, compile=True, **keys)
+        run = built(tmp, **ZERO3, prefetch_blocks=2, cpu_offload=0.5)
     names = {module: name for name, module in run.wrapped.named_modules()}
-    functions = [call.args[0] for call in compiled.call_args_list]
-    found = [f"{names[f.__self__]}.{f.__name__}" for f in functions]
-    # "module." is DDP's, and a lone dot is left of a root without a name.
-    calls = [[name.removeprefix("module.").lstrip(".") for name in found]]
-    for method in (forward, backward):
-        modules = [(call.args[0], *sum(call.args[1:], [])) for call in method.call_args_list]
-        calls.append([[names[m] for m in row] for row in modules])
-    return *calls, [names[call.args[0]] for call in shard.call_args_list
-                    if isinstance(call.kwargs.get("offload_policy"), CPUOffloadPolicy)]
+    ahead = [[names[m] for m in call.args[1]] for call in forward.call_args_list]
+    return ahead, [names[call.args[0]] for call in shard.call_args_list
+                   if isinstance(call.kwargs.get("offload_policy"), CPUOffloadPolicy)]
 
 
-@pytest.mark.parametrize("strategy", AT_TWO)
-def test_mechanisms_blocks_are_compiled_prefetched_and_offloaded(ranks, strategy):
-    compiled, forward, backward, offloaded = values(ranks(2), f"calls-{strategy}")[0]
-    h0, h1, h2 = (f"transformer.h.{i}" for i in range(3))
-    assert compiled == [f"{h}.forward" for h in (h0, h1, h2)] + ["head_loss"]
-    if mode(strategy).sharded:
-        assert forward == [[h0, h1, h2], [h1, h2], [h2]]
-        assert backward == [[h0], [h1, h0], [h2, h1, h0]]
-        assert offloaded == [h1]
-    else:
-        assert (forward, backward, offloaded) == ([], [], [])
+def test_mechanisms_blocks_are_prefetched_and_offloaded(ranks):
+    ahead, offloaded = values(ranks(2), "calls")[0]
+    h1, h2 = (f"transformer.h.{i}" for i in (1, 2))
+    assert ahead == [[h1, h2], [h2], []] and offloaded == [h1]
 
 
 # -----------------------------------------------------------------------------
-# precision, evaluation, clipping, units
+# precision, evaluation, clipping
 
 
 OVERFLOWS = {f"fp16-{strategy}": dict(strategy=strategy) for strategy in AT_TWO}
@@ -531,7 +477,7 @@ def case_overflow(tmp, **overrides):
     scale = [scaler.scale]
     if rank == 1:  # one rank's loss becomes so large that its gradients leave float16
         scaler.scale = 3e38
-    before = steps(run, first=1, scaler=scaler)[0]
+    before, _ = steps(run, first=1, scaler=scaler)
     skipped = whole(run)
     scale.append(scaler.scale)
     if rank == 1:
@@ -552,7 +498,7 @@ def test_precision_float16_overflow_skips_the_step_on_all_ranks(ranks, name):
     assert zero["scale"] == [1024.0, 512.0, 512.0]
     assert one["scale"][1] < 3e38 and one["scale"][2] == 512.0
     assert (zero["moved"], zero["unmoved"], zero["masters"]) == ([], [], ["torch.float32"])
-    assert math.isfinite(zero["loss"]) and math.isfinite(zero["norm"])
+    assert math.isfinite(zero["loss"]) and 0.1 < zero["norm"] < 2  # without the scale
     # The skipped step's loss is divided by the scale that it had, not by the next step's.
     assert zero["before"] == pytest.approx(zero["loss"], rel=0.1)
 
@@ -575,26 +521,10 @@ def case_evaluation(tmp, strategy):
 
 @pytest.mark.parametrize("strategy", AT_TWO)
 def test_evaluation_changes_nothing_and_agrees_between_modes(tmp, ranks, strategy):
+    """test_train.py has its number, of plain PyTorch."""
     r = values(ranks(2), f"eval-{strategy}")
     assert r[0]["changed"] == [] and r[0]["first"] == r[1]["first"]
-    # 4 windows of 16 tokens each, spread over the 337 and 37 that the two files have
-    for split, windows in dict(train=[0, 84, 168, 252], val=[0, 9, 18, 27]).items():
-        tokens = np.fromfile(os.path.join(tmp, "toy", f"{split}.bin"), np.uint16).astype(np.int64)
-        rows = torch.from_numpy(np.stack([tokens[16 * w:16 * w + 17] for w in windows]))
-        x, y = rows[:, :-1], rows[:, 1:]
-        with torch.no_grad():
-            expected = F.cross_entropy(plain_gpt()(x, y)[0].flatten(0, 1), y.flatten())
-        assert r[0]["first"][split] == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_clipping_scales_down_only():
-    """In all modes by the same lines; parity has the norm of sharded gradients."""
-    gpt = plain_gpt()
-    for p in gpt.parameters():
-        p.grad = torch.full_like(p, 2.0)
-    norms = [fsdp.clip_grad_norm(gpt, limit).item() for limit in (0.0, 1.0, 9.0, 0.0)]
-    before = 2 * math.sqrt(sum(p.numel() for p in gpt.parameters()))
-    assert norms == pytest.approx([before, before, 1.0, 1.0], rel=1e-4)
+    assert r[0]["first"] == pytest.approx(case_evaluation(tmp, "single")["first"], rel=1e-6)
 
 
 @case((2, "clip-part", {}))

@@ -25,21 +25,11 @@ import configurator
 import fsdp
 import saves
 from configurator import DTYPES, STRATEGIES
-from data.loader import Batches
-from metrics import Log, describe, ideal_seconds, require_packages
+from data.loader import open_batches
+from metrics import Log, describe, ideal_seconds
 from model import derive_seed
 from optimizer import LossScaler, learning_rate_at, make_adamw
-from ranks import (
-    StopSignal,
-    all_reduce_mean_,
-    connect,
-    from_rank0,
-    mean_and_longest,
-    patient_barrier,
-    print0,
-    run,
-    setup,
-)
+from ranks import StopSignal, all_reduce_mean_, from_rank0, patient_barrier, print0, run, setup
 from recorded import Recorded
 from start import final_config, open_start
 
@@ -50,7 +40,7 @@ def build(model, cfg, world, source=None):
     """Allocate a model from the meta device, and load its values from `source` or initialize them
     (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the
     model itself."""
-    if cfg.cuda_graph:  # a recording takes one stream from the start, and not the default one
+    if cfg.cuda_graph:  # CUDA graphs cannot record the default stream: take another throughout
         torch.cuda.set_stream(torch.cuda.Stream())
     # 1) Allocate memory, for the whole model or for this rank's rows.
     wrapped = parallelize(model, cfg, world)
@@ -58,8 +48,8 @@ def build(model, cfg, world, source=None):
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
     # 3) Set the values.
-    if source is None and not getattr(cfg.sizes, "opened", None):
-        print0(world, "drawing initial values: a minute per 3 billion numbers of a rank and core")
+    if source is None:
+        print0(world, "drawing initial values, about 3 billion a minute per rank and core")
     set_values(model, optimizer, source, cfg.seed, world)
     checks.after_building(model, optimizer)
     if cfg.dtype == "float8":
@@ -83,24 +73,20 @@ def meta_model(cfg):
     """The config's model on the meta device: names, shapes, requires_grad, and no memory."""
     with torch.device("meta"):
         model = configurator.model_file(cfg.model).Model(cfg.sizes)
-    for name in checkpoint.not_saved(model):
+    for name in checkpoint.not_saved(model):  # such as LoRA's base: it must stay as it is
         model.get_parameter(name).requires_grad_(False)
     if cfg.freeze:
         freeze(model, cfg.freeze)
     for p in model.parameters():
         if not p.requires_grad:
             p.data = p.data.to(DTYPES[cfg.frozen_dtype])
-    checks.before_sharding(model)
     return model
 
 
 def freeze(model, pattern):
     """Freeze the parameters whose names match: no gradient, no optimizer state."""
     named = dict(model.named_parameters())
-    try:
-        hits = [name for name in named if re.search(pattern, name)]
-    except re.error as e:
-        raise SystemExit(f"freeze={pattern!r} is not a regular expression: {e}")
+    hits = [name for name in named if re.search(pattern, name)]
     for name in hits:
         named[name].requires_grad_(False)
     trained = [name for name, p in named.items() if p.requires_grad]
@@ -146,7 +132,6 @@ def parallelize(model, cfg, world):
         return model
     fsdp.allocate(model, world.device)
     if cfg.strategy == "ddp":
-        connect(world.device, model.blocks[0])
         return fsdp.replicate(model)
     if cfg.compile:
         model.compile(dynamic=False)
@@ -156,7 +141,6 @@ def parallelize(model, cfg, world):
 def shard_model(model, cfg, world):
     """Apply a sharded strategy's keys to the model, in place (all ranks)."""
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
-    connect(world.device, model.blocks[0], mesh, with_gather=cfg.checkpoint == "full")
     units = getattr(model, "units", None)  # a model file may list its own
     if units is None or cfg.wrap_min_params:
         units = fsdp.find_units(model, model.blocks, cfg.wrap_min_params)
@@ -176,7 +160,7 @@ def make_optimizer(model, cfg):
     """AdamW, or what `make` in the file of that name returns."""
     if cfg.optimizer == "adamw":
         return make_adamw(model.parameters(), cfg)
-    file = configurator.named_file(f"optimizer={cfg.optimizer!r}", cfg.optimizer, "make")
+    file = configurator.named_file(f"optimizer={cfg.optimizer!r}", cfg.optimizer)
     return file.make(model, cfg)
 
 
@@ -194,7 +178,7 @@ def micro_batch(wrapped, cfg, world):
             # Keep only the loss: holding the logits would keep their memory. FSDP and DDP average
             # over ranks; dividing by accumulation averages over micro-batches.
             loss = wrapped(x, y)[1] * weight / accumulation
-        if torch.is_grad_enabled():  # False where a replay is compared with this function
+        if torch.is_grad_enabled():  # Recorded calls this without gradients, to check a replay
             loss.backward()
         return loss.detach()
 
@@ -215,7 +199,7 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_ba
         group["lr"] = learning_rate_at(step, cfg)
     every = cfg.grad_sync == "every"
     keep_gathered = not every and not STRATEGIES[cfg.strategy].reshard_after_forward
-    scale = scaler.scale  # which this step may change, in the end
+    scale = scaler.scale  # the loss is multiplied by it; `accepts` below may change it
     step_loss = torch.zeros((), device=world.device)
     for micro in range(accumulation):
         is_last = micro == accumulation - 1
@@ -269,9 +253,8 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
 def train(cfg):
     """The whole run (all ranks)."""
     # --- set-up: lock the directory, choose a start, build ---
-    world = setup(cfg.device, cfg.backend, cfg.cpu_offload)
+    world = setup(cfg.device, cfg.backend)
     cfg = configurator.resolve(cfg, world)
-    from_rank0(world, lambda: require_packages(cfg))  # only rank 0 logs
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as in nanoGPT
     directory = saves.RunDirectory(cfg.out_dir)
     if not cfg.eval_only:
@@ -281,8 +264,7 @@ def train(cfg):
     first_step = source.header["iter_num"] if source else 0
     model = meta_model(cfg)
     ideal_s = ideal_seconds(model, cfg, world)
-    batches = Batches(cfg, world)
-    patient_barrier()  # masks are read from disk
+    batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
     work = micro_batch(wrapped, cfg, world)
     scaler = LossScaler(cfg)  # for float16
@@ -294,7 +276,7 @@ def train(cfg):
     if not cfg.eval_only:
         run_id = from_rank0(world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
-    saver = saves.Saver(directory.path, run_id, cfg, world, source, resumed, batches, log.saved)
+    saver = saves.Saver(directory.path, run_id, cfg, world, source, batches)
     # Drop the memory maps: a file that is replaced takes space while it is mapped.
     source = None
     if hasattr(cfg.sizes, "opened"):
@@ -308,11 +290,11 @@ def train(cfg):
         saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
-            if step > first_step:
-                saver.save(model, optimizer, scaler, step)
-            hint = "continue with the same command and --init_from=auto"
-            if cfg.checkpoint == "none":
-                hint = "nothing was saved, because checkpoint=none"
+            hint = "nothing is saved now: checkpoint=none, or always_save_checkpoint=False"
+            if cfg.checkpoint != "none" and cfg.always_save_checkpoint:
+                hint = "continue with the same command and --init_from=auto"
+                if step > first_step:
+                    saver.save(model, optimizer, scaler, step)
             print0(world, f"stopped by a signal after step {step}; {hint}")
             break
 
@@ -330,7 +312,7 @@ def train(cfg):
         # Due? Save.
         if step > first_step and saves.is_due(cfg, step, evaluates, improved):
             with log.paused():
-                saver.save(model, optimizer, scaler, step, improved)
+                saver.save(model, optimizer, scaler, step)
 
         # Done? Leave.
         if done:
@@ -342,11 +324,10 @@ def train(cfg):
             checks.after_first_step(model, optimizer)
             is_checked = True
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
-            # Synchronization point. The slowest reader delays all ranks, so log its wait.
-            lossf, waited = mean_and_longest(loss, batches.seconds, world)
-            batches.seconds = 0.0
+            lossf = all_reduce_mean_(loss.cpu(), world).item()  # synchronization point
             saver.require_finite(lossf, "loss", step)
-            log.step(step, lossf, norm.item(), waited, optimizer, scaler, batches)
+            log.step(step, lossf, norm.item(), batches.seconds, optimizer, scaler)
+            batches.seconds = 0.0
         step += 1
 
     # --- leave ---

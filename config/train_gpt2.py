@@ -17,7 +17,6 @@ gradient_accumulation_steps = 5 * 8
 max_iters = 600000
 lr_decay_iters = 600000
 
-cuda_graph = True  # a GPU's step is recorded once and replayed (docs/switches.md)
 eval_interval = 1000
 eval_iters = 200
 log_interval = 10

@@ -6,7 +6,7 @@
 # On a GPU, use nanoGPT's larger model; it reports 1.47 after 5,000 steps:
 #   --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64 --dropout=0.2 \
 #   --learning_rate=1e-3 --beta1=0.9 --beta2=0.99 --warmup_iters=100 --max_iters=5000 \
-#   --lr_decay_iters=5000
+#   --lr_decay_iters=5000 --cuda_graph=True --compile=True
 
 out_dir = 'out-shakespeare-char'
 dataset = 'shakespeare_char'
@@ -35,5 +35,4 @@ lr_decay_iters = 1060
 eval_interval = 250
 eval_iters = 20  # as nanoGPT: 20 * 12 * 64 = 15,360 tokens; 200 read all of the validation split
 log_interval = 10
-cuda_graph = True  # on a GPU: nanoGPT's larger model took 12.1 ms a step, and recorded 5.4 (H200)
 compile = False

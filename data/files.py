@@ -9,15 +9,13 @@ Each split (train, val) is one file, or shards:
 A train.bin may have the header too; tokens above 65,535 need it. The same directory has meta.json,
 and prepare.json, which records how the files were made and whether they are complete.
 
-X.bin may come with X.mask: one byte per token, without a header. The byte is 1 if the model
-learns to predict that token, and 0 if not. Without masks it learns all tokens.
+X.bin may come with X.mask, which says what is learned: see extras/masked.py. Without masks the
+model learns all tokens.
 """
 
-import glob
 import importlib
 import json
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +27,12 @@ FORMATS = {
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7),
 }
-# Types that a file may have by mistake, widest first: NumPy's defaults are int64 and float64.
-OTHERS = ("int64", "float64", "int32", "float32")
-LOOK = 1 << 15  # tokens at a file's start that are checked for such a type
 RECORD = "prepare.json"
 
 
 def extra(name, wanted_by):
-    """The module extras/<name>.py, which a fork may have deleted. (configurator.py has the
-    same function, but imports torch, and preparing data needs none.)"""
+    """The module extras/<name>.py, which a fork may have deleted. (configurator.named_file would
+    do, but imports torch, and preparing data needs none.)"""
     path = Path(__file__).absolute().parents[1] / "extras" / f"{name}.py"
     if not path.exists():
         raise SystemExit(f"{wanted_by} needs extras/{name}.py, which is not here")
@@ -48,28 +43,24 @@ def extra(name, wanted_by):
 
 
 def write_files(directory, files):
-    """Write {name: content}. If this is killed, each file is either complete or unchanged.
-
-    A content is an iterable of bytes-like objects, or a function that writes to the open file.
-    Raises OSError if the disk refuses, and any error of such a function; then no file has changed,
-    unless only a rename or the last sync failed.
-    """
-    temporary = {name: Path(directory, f"{name}.tmp") for name in files}
-    try:
-        for name, content in files.items():
-            with open(temporary[name], "wb") as f:
+    """Write {name: content}, one after the other. If this is killed, each file is either complete
+    or unchanged. A content is an iterable of bytes-like objects, or a function that writes to
+    the open file. Raises OSError if the disk refuses, and any error of such a function."""
+    for name, content in files.items():
+        path = Path(directory, name)
+        temporary = path.with_name(f"{name}.tmp")
+        try:
+            with open(temporary, "wb") as f:
                 if callable(content):
                     content(f)
                 else:
                     f.writelines(content)
                 f.flush()
                 os.fsync(f.fileno())
-        for name, path in temporary.items():
-            os.replace(path, Path(directory, name))
-        sync(directory)  # the renames themselves
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(directory)  # the new name itself
 
 
 def sync(path):
@@ -85,69 +76,45 @@ def sync(path):
 
 
 def header(dtype, count):
-    """llm.c's header for `count` tokens, as bytes. SystemExit if it can't count that far."""
-    if count >= 2**31:
-        raise SystemExit(f"a shard of {count:,} tokens, beyond 2**31; cut the longest document")
+    """llm.c's header for `count` tokens, as bytes. Raises an error if it can't count that far."""
     numbers = np.zeros(256, np.int32)
     numbers[:3] = *FORMATS[dtype], count
     return numbers.tobytes()
 
 
-def shard_name(name, split, number):
-    return f"{name}_{split}_{number:06d}.bin"
-
-
-def file_pattern(split):
-    """Matches a split's files; the first group is the name of a shard's data set."""
-    return re.compile(rf"{split}\.bin|(.*)_{split}_[^_]+\.bin")
-
-
 def read_record(directory):
     """The content of prepare.json, or {} if there is none."""
     path = Path(directory, RECORD)
-    return json.loads(path.read_text()) if os.path.exists(path) else {}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def open_split(directory, split):
     """Memory maps of a split's shards, in order, or of its one file. SystemExit if they are
     not one complete data set."""
     record = read_record(directory)
-    if not record.get("finished", True):
-        raise SystemExit(f"{directory}: prepare.py has not finished here; start it again")
-    paths = {}  # {name of a data set: paths}
-    for file in sorted(glob.glob("*.bin", root_dir=directory)):
-        match = file_pattern(split).fullmatch(file)
-        if match:
-            paths.setdefault(match[1], []).append(Path(directory, file))
-    if len(paths) > 1:
-        firsts = ", ".join(of_one[0].name for of_one in paths.values())
-        raise SystemExit(
-            f"{directory}: files of several data sets ({firsts}); leave one of them there")
-    if not paths:
-        open_tokens(Path(directory, f"{split}.bin"))  # raises: the file is missing
-    _, of_one = paths.popitem()
-    files = [open_tokens(path) for path in of_one]
+    shards = sorted(Path(directory).glob(f"*_{split}_[0-9]*.bin"))
+    names = {path.name.rpartition(f"_{split}_")[0] for path in shards}
+    if len(names) > 1 or (shards and Path(directory, f"{split}.bin").exists()):
+        raise SystemExit(f"{directory}: several data sets are here; leave one of them")
+    files = [open_tokens(path) for path in shards or [Path(directory, f"{split}.bin")]]
     count = sum(map(len, files))
     prepared = record.get("tokens", {}).get(split, count)
-    if count != prepared:
+    if count != prepared or not record.get("finished", True):
         raise SystemExit(
-            f"{directory}: {count:,} of {prepared:,} tokens of {split} are here; copy or "
-            f"prepare it again, or move {RECORD} away to do without the others")
+            f"{directory}: {count:,} of {prepared:,} tokens of {split} are here, or prepare.py has "
+            f"not finished; start it again, or move {RECORD} away to do without the others")
     return files
 
 
 def open_tokens(path):
     """A memory map of the tokens in path. SystemExit if it is missing or damaged."""
     path = Path(path)
-    try:
-        size = path.stat().st_size
-        head = np.fromfile(path, np.int32, count=3)
-    except OSError as e:
+    if not path.exists():
         raise SystemExit(
-            f"{path}: {e.strerror}; it must be a file of tokens, made by data/prepare.py or "
+            f"{path}: no such file; it must be a file of tokens, made by data/prepare.py or "
             "by the data set's own prepare.py; or pass another --dataset")
-    if head.tobytes().startswith(b"\x93NUMPY"):
-        raise SystemExit(f"{path}: .npy; convert it: np.load(OLD).astype(np.uint16).tofile(NEW)")
+    size = path.stat().st_size
+    head = np.fromfile(path, np.int32, count=3)
     dtype = np.dtype(np.uint16)
     offset = 0
     count = size // dtype.itemsize
@@ -160,43 +127,15 @@ def open_tokens(path):
         raise SystemExit(
             f"{path}: {size} bytes for a header of {offset} and {count} tokens of "
             f"{dtype.itemsize}; it is empty or damaged, prepare it again")
-    return np.memmap(path, dtype, mode="r", offset=offset)
-
-
-def require_uint16(tokens, vocab_size):
-    """SystemExit if a file without a header looks like another type: its first bytes, read as
-    that type, are whole numbers below vocab_size."""
-    if tokens.offset == HEADER_BYTES:
-        return
-    head = np.array(tokens[:LOOK])
-    head = head[:len(head) // 4 * 4]
-    for dtype in OTHERS:
-        numbers = head.view(dtype)
-        with np.errstate(invalid="ignore"):  # tokens read as floats may be NaN, which is no token
-            is_token = (numbers >= 0) & (numbers < vocab_size) & (numbers == np.floor(numbers))
-        # Zeros look the same in all types, and so may data with a short period, such as 1, 0.
-        others = numbers[numbers != 0]
-        if is_token.all() and len(others) >= 100 and len(np.unique(others)) > 1:
-            raise SystemExit(
-                f"{tokens.filename}: it looks like {dtype}, but without a header it must be "
-                "uint16; write np.array(tokens, np.uint16), or uint32 after llm.c's header")
-
-
-def open_masks(files):
-    """Memory maps of the masks of a split's token files; [] if it has none. SystemExit if
-    they do not fit."""
-    paths = [Path(tokens.filename).with_suffix(".mask") for tokens in files]
-    missing = [path for path in paths if not path.exists()]
-    is_expected = ".mask" in read_record(paths[0].parent).get("files", [])
-    if len(missing) == len(paths) and not is_expected:
-        return []
-    if missing:
+    tokens = np.memmap(path, dtype, mode="r", offset=offset)
+    # An int32 or int64 file, NumPy's default, read as uint16 has zeros in between: upper halves.
+    tail = tokens[len(tokens) % 4:][-1000:]
+    if not offset and len(tail) > 200 and not tail[1::2].any() and len(set(tail[::2])) > 1:
         raise SystemExit(
-            f"{missing[0]}: it is missing, but this data has masks; copy or prepare the data "
-            "again")
-    for path, tokens in zip(paths, files):
-        if path.stat().st_size != len(tokens):
-            raise SystemExit(
-                f"{path}: {path.stat().st_size:,} bytes for {len(tokens):,} tokens, but each "
-                "token has one byte; copy or prepare the data again")
-    return [np.memmap(path, np.bool_, mode="r") for path in paths]
+            f"{path}: every other number is 0, as in int32 or int64: write uint16, or put llm.c's "
+            "header before it (docs/data.md)")
+    return tokens
+
+
+def has_masks(directory):
+    return ".mask" in read_record(directory).get("files", []) or any(Path(directory).glob("*.mask"))

@@ -17,7 +17,6 @@ import numpy as np
 from data.files import extra
 
 TOKENIZER = "tokenizer.json"
-TOKENIZERS = ("gpt2", "bytes", TOKENIZER)  # names that a meta.json may have
 
 
 # ---------- for sampling: named by the data -----------------------------------
@@ -56,11 +55,12 @@ def name_of(meta, directory):
 
 def of_ids(vocab_size, directory):
     def encode(text):
-        if text.strip():
+        try:
+            return [int(word) for word in (text.strip() or "0").split(",")]
+        except ValueError:
             raise SystemExit(
                 f"{directory}: no tokenizer is known for vocab_size={vocab_size}; pass token "
-                "ids, --start=ids:1,2,3, or put the data's meta.json or tokenizer.json there")
-        return [0]  # an empty prompt
+                "ids, --start=1,2,3, or put the data's meta.json or tokenizer.json there")
 
     return encode, lambda tokens: ",".join(map(str, tokens)), vocab_size
 
@@ -90,22 +90,17 @@ class Encoder(NamedTuple):
     name: str  # in meta.json
     files: dict = {}  # {name: path}, to be copied next to the tokens
     encoding: Any = None  # of a tokenizer.json: function, see hf_tokenizer.encode
-    seen: Any = np.zeros(2, int)  # characters of a chunk, and about how many are lost
 
 
 @cache  # prepare.py's workers call it for each chunk
 def encoder(name):
     """The Encoder for gpt2, bytes, a tokenizer.json, its directory or a hub name."""
     if name == "bytes":
-        return Encoder(encode_bytes, 256, 257, name)
+        return Encoder(lambda text: np.frombuffer(text.encode(), np.uint8), 256, 257, name)
     if name == "gpt2":
         bpe = gpt2_bpe()
         return Encoder(bpe.encode_ordinary, bpe.eot_token, 50304, name)
     return extra("hf_tokenizer", wanted_by=f"tokenizer={name}").encoder_of(name)
-
-
-def encode_bytes(text):
-    return np.frombuffer(text.encode(), np.uint8)
 
 
 def gpt2_bpe():

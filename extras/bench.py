@@ -25,8 +25,8 @@ import torch
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from configurator import DTYPES, load_config, resolve
-from data.loader import Batches
-from metrics import flops_per_token, gpu_memory, peak_flops, peak_memory
+from data.loader import open_batches
+from metrics import flops_per_token, peak_flops, peak_memory
 from optimizer import LossScaler
 from ranks import print0, run, setup
 from start import with_vocabulary
@@ -46,8 +46,7 @@ def main(argv):
         configs.append(load_config(rest + flags))
 
     # All ranks. Resolve all variants first: a mistake in the last one then shows at once.
-    most_offloaded = max(cfg.cpu_offload for cfg in configs)
-    world = setup(configs[0].device, configs[0].backend, most_offloaded)
+    world = setup(configs[0].device, configs[0].backend)
     configs = [resolve(with_vocabulary(cfg), world) for cfg in configs]
     torch.set_float32_matmul_precision("high")  # as train.py
     # Dynamo compiles a function 8 times at most, and variants share their functions.
@@ -83,8 +82,6 @@ def parse(argv):
         help="at the end, trace 3 steps of each variant on every rank into DIR (%(const)s), "
              "and print the slowest operations")
     own, rest = parser.parse_known_args(argv)
-    if own.steps < 1:
-        parser.error(f"--steps={own.steps}: it must be at least 1")
     if own.profile:
         os.makedirs(own.profile, exist_ok=True)  # now, not after the measuring
     return own, rest
@@ -96,7 +93,7 @@ def parse(argv):
 def training(cfg, world):
     """A run that yields each step's milliseconds (all ranks). It is a generator, so that
     several runs can take turns."""
-    batches = Batches(cfg, world)
+    batches = open_batches(cfg, world)
     wrapped, optimizer = build(meta_model(cfg), cfg, world)
     scaler = LossScaler(cfg)
     forward_backward = micro_batch(wrapped, cfg, world)
@@ -136,8 +133,9 @@ def report(names, configs, times, world):
     per device, memory is rank 0's."""
     memory = peak_memory(world.device) >> 20  # MiB
     host = peak_memory(torch.device("cpu")) >> 20
-    valley = gpu_memory(world.device)["valley_memory"]
-    valley = "n/a" if valley is None else f"{valley >> 20:,}"
+    valley = "n/a"
+    if world.device.type == "cuda":
+        valley = f"{torch.cuda.memory_allocated(world.device) >> 20:,}"
     peak = peak_flops(world.device)
     rates = {}  # measuring one takes a second
     for dtype in dict.fromkeys(cfg.dtype for cfg in configs):

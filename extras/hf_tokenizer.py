@@ -44,8 +44,7 @@ def encoder_of(name):
     if not known:
         raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
     beside = [path for path in map(file.with_name, BESIDE) if path.exists()]
-    seen = np.zeros(2, int)
-    encoding = partial(encode, hf, seen)
+    encoding = partial(encode, hf)
     return Encoder(
         partial(encode_pieces, encoding, pieces_of(hf)),
         hf.token_to_id(known[0]),
@@ -53,7 +52,6 @@ def encoder_of(name):
         name=TOKENIZER,
         files={TOKENIZER: file, **{path.name: path for path in beside}},
         encoding=encoding,
-        seen=seen,
     )
 
 
@@ -77,13 +75,11 @@ def open_tokenizer(file):
 # ---------- from text to tokens -----------------------------------------------
 
 
-def encode(hf, seen, text, has_special_tokens=False, is_start=True):
+def encode(hf, text, has_special_tokens=False, is_start=True):
     """The library's Encoding of a text. Special tokens in it are text, as the </s> of HTML is,
-    unless a chat template wrote it. seen: Encoder.seen, to which this adds."""
+    unless a chat template wrote it."""
     hf.encode_special_tokens = not has_special_tokens
-    found = hf.encode(text, add_special_tokens=is_start and not has_special_tokens)
-    seen += len(text), lost(hf, text, found)
-    return found
+    return hf.encode(text, add_special_tokens=is_start and not has_special_tokens)
 
 
 def encode_prompt(hf, text):
@@ -120,21 +116,6 @@ def splits_before(hf, space):
         if len(left) not in [end for _, (_, end) in splits] or hf.encode(whole).ids != alone:
             return False
     return True
-
-
-def lost(hf, text, found):
-    """About how many characters of a text have the unknown token or none, by a sample of them.
-    White space is not lost, nor what the tokenizer's normalizer changes or leaves out."""
-    if len(hf.encode("\U0010fffd", add_special_tokens=False)) > 3:  # it falls back to bytes
-        return 0
-    unknown = hf.token_to_id(getattr(hf.model, "unk_token", "<unk>") or "")
-    ids = found.ids
-    step = len(text) // 100 + 7
-    tokens = [(i, found.char_to_token(i)) for i in range(step // 2, len(text), step)]
-    chars = [text[i] for i, token in tokens if token is None or ids[token] == unknown]
-    if chars and hf.normalizer:
-        text = hf.normalizer.normalize_str(text)
-    return step * sum(char in text and not char.isspace() for char in chars)
 
 
 # ---------- files -------------------------------------------------------------

@@ -8,8 +8,7 @@ Face's format, in and out.
     python -m extras.huggingface out-lora DIR                  # merges LoRA's adapters
     python -m extras.huggingface out-lora DIR --adapter        # adapters only, in peft's layout
 
-The export includes the data set's tokenizer: a tokenizer.json with its chat template; GPT-2's and
-bytes are converted to one.
+The export includes the data set's tokenizer.json with its chat template; or GPT-2's, from the hub.
 """
 
 import json
@@ -17,7 +16,6 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,14 +23,17 @@ import torch
 
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-from checkpoint import BUFFERS, Source, cannot_write
-from configurator import DTYPES, Config, make_config, model_file, package
+from checkpoint import Source
+from configurator import DTYPES, Config, make_config, model_file
 from data.files import write_files
 from data.loader import data_dir, read_meta
-from data.tokenizer import TOKENIZER, encoder, gpt2_bpe, name_of
-from extras.hf_tokenizer import BESIDE, local_copy
-from ranks import World, first_line, run
-from start import open_source, with_own_files
+from data.tokenizer import TOKENIZER, name_of
+from extras.hf_tokenizer import BESIDE, encoder_of, local_copy
+from ranks import World, run
+from start import open_start, with_own_files
+
+# Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 # ---------- their names and ours ----------------------------------------------
 
@@ -130,24 +131,37 @@ PEFT_OTHERS = (
     "base_model_name_or_path r lora_alpha lora_dropout target_modules exclude_modules task_type "
     "layers_pattern fan_in_fan_out inference_mode auto_mapping peft_version megatron_core "
     "eva_config qalora_group_size ensure_weight_tying").split()
+GPT2_HUB = "openai-community/gpt2"
 # Files that say where text ends and how chats are written. A checkpoint keeps their text,
 # since an export needs them again.
 KEPT = ("config.json", "generation_config.json", *BESIDE)
-WEIGHTS = r"(model|adapter_).*\.safetensors(\.index\.json)?|adapter_config\.json"
+WEIGHTS = "*.safetensors*", "adapter_config.json"
 
 
 # ---------- in ----------------------------------------------------------------
 
 
 def open_pretrained(name, key="init_from"):
-    """The Source of a local directory or of a model on the hub ('gpt2', 'org/model').
-    SystemExit if it is neither, or if none of our models computes the same.
-    key: where the name comes from, for errors."""
-    safe_open = package("safetensors", f"{key}={name}").safe_open
+    """The Source of a local directory or of a model on the hub ('gpt2', 'org/model'): a model's, or
+    that of peft's adapters. SystemExit if it is neither, or if none of our models computes the
+    same. key: where the name comes from, for errors."""
     files = ("model*.safetensors*", "adapter_*", TOKENIZER, *KEPT)
     path = Path(local_copy(key, name, *files))
-    if (path / "adapter_config.json").exists():
-        return open_adapter(path, safe_open)
+    try:
+        from safetensors import safe_open
+        if (path / "adapter_config.json").exists():
+            return open_adapter(path, safe_open)
+        return open_model(path, safe_open)
+    except Exception as e:
+        raise SystemExit(
+            f"{path}: cannot be read as a Hugging Face model, config.json and *.safetensors "
+            f"({type(e).__name__}: {e})")
+
+
+def open_model(path, safe_open):
+    theirs = json.loads((path / "config.json").read_text("utf-8"))
+    model, sizes = understand(theirs)
+    sizes = asdict(model_file(model).ModelConfig(**sizes))
     places = {}  # {our key: (file, their key)}
     shapes = {}  # {our key: shape}
 
@@ -157,32 +171,25 @@ def open_pretrained(name, key="init_from"):
         tensor = safe_open(file, "pt").get_tensor(key)
         return tensor.t() if key.endswith(TRANSPOSED) else tensor
 
-    try:
-        theirs = json.loads((path / "config.json").read_text("utf-8"))
-        model, sizes = understand(theirs)
-        sizes = asdict(model_file(model).ModelConfig(**sizes))
-        embedding = EMBEDDINGS[model]
-        for file in weight_files(path):
-            with safe_open(file, "pt") as opened:
-                for key in opened.keys():
-                    ours = our_name(key, BASES[model])
-                    if ours.endswith(BUFFERS):
-                        continue
-                    shape = tuple(opened.get_slice(key).get_shape())
-                    places[ours] = (file, key)
-                    shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
-        if sizes.get("tie_embeddings", True) and HEAD in places:  # GPT-2's are always tied
-            if embedding not in places:
-                places[embedding] = places.pop(HEAD)
-                shapes[embedding] = shapes.pop(HEAD)
-            elif not torch.equal(get(HEAD), get(embedding)):
-                if model == "gpt2":
-                    raise ValueError("lm_head and wte differ, but gpt2 has one table for both")
-                sizes["tie_embeddings"] = False  # as transformers does then
-    except Exception as e:
-        raise SystemExit(
-            f"{path}: cannot be read as a Hugging Face model, config.json and *.safetensors "
-            f"({type(e).__name__}: {first_line(e)})")
+    for file in weight_files(path):
+        with safe_open(file, "pt") as opened:
+            for key in opened.keys():
+                ours = our_name(key, BASES[model])
+                if ours.endswith(BUFFERS):
+                    continue
+                shape = tuple(opened.get_slice(key).get_shape())
+                places[ours] = (file, key)
+                shapes[ours] = shape[::-1] if key.endswith(TRANSPOSED) else shape
+
+    embedding = EMBEDDINGS[model]
+    if sizes.get("tie_embeddings", True) and HEAD in places:  # GPT-2's are always tied
+        if embedding not in places:
+            places[embedding] = places.pop(HEAD)
+            shapes[embedding] = shapes.pop(HEAD)
+        elif not torch.equal(get(HEAD), get(embedding)):
+            if model == "gpt2":
+                raise ValueError("lm_head and wte differ, but gpt2 has one table for both")
+            sizes["tie_embeddings"] = False  # as transformers does then
 
     kept = [path / file for file in KEPT if (path / file).exists()]
     header = dict(
@@ -205,64 +212,51 @@ def our_name(key, base):
 
 def weight_files(path):
     """The files with a model's weights, as transformers chooses them: model.safetensors, else
-    those that the index names, since an older save's shards may lie there too. All shards only
-    if there is neither."""
+    those that the index names, since an older save's shards may lie there too."""
     whole = path / "model.safetensors"
     index = path / "model.safetensors.index.json"
-    if whole.exists():
+    if whole.exists() or not index.exists():
         return [whole]
-    if index.exists():
-        names = json.loads(index.read_text("utf-8"))["weight_map"].values()
-        return sorted({path / os.path.basename(name) for name in names})
-    return sorted(path.glob("model-*-of-*.safetensors")) or [whole]
+    names = json.loads(index.read_text("utf-8"))["weight_map"].values()
+    return sorted({path / os.path.basename(name) for name in names})
 
 
 def open_adapter(path, safe_open):
-    """The Source of a directory that peft's save_pretrained has written. Its base, which it
-    names, is opened too, for the sizes."""
+    """Of a directory that peft's save_pretrained has written. Its base, which it names, is opened
+    too, for the sizes."""
+    theirs = json.loads((path / "adapter_config.json").read_text("utf-8"))
+    for key, value in theirs.items():
+        if value and key not in PEFT_OTHERS and value not in PEFT.get(key, ()):
+            raise ValueError(
+                f"{key}={value!r} is more than plain LoRA: merge it into its base with "
+                "peft's merge_and_unload()")
     file = path / "adapter_model.safetensors"
     places = {}  # {our key: their key}
     shapes = {}  # {our key: shape}
-    try:
-        theirs = json.loads((path / "adapter_config.json").read_text("utf-8"))
-        for key, value in theirs.items():
-            if value and key not in PEFT_OTHERS and value not in PEFT.get(key, ()):
-                raise ValueError(
-                    f"{key}={value!r} is more than plain LoRA: merge it into its base with "
-                    "peft's merge_and_unload()")
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():
-                if not re.search(r"\.\d+\..*\.lora_[AB]\.weight$", key):
-                    raise ValueError(f"{key}: we adapt only linear layers of blocks")
-                name = key.removeprefix("base_model.model.").removesuffix(".weight")
-                places[f"model.{name}"] = key
-                shapes[f"model.{name}"] = tuple(opened.get_slice(key).get_shape())
-        base = theirs["base_model_name_or_path"]
-        if not base:
-            raise ValueError("base_model_name_or_path is empty: write the base's name there")
-        lora = dict(
-            lora_rank=theirs.get("r", 8),  # peft's defaults
-            lora_alpha=float(theirs.get("lora_alpha", 8)),
-            lora_targets=rf"\.({'|'.join(layers_of(shapes))})$",
-        )
-    except Exception as e:
-        raise SystemExit(
-            f"{path}: cannot be read as peft's adapters, adapter_config.json and {file.name} "
-            f"({type(e).__name__}: {first_line(e)})")
+    layers = set()  # their names within a block
+    with safe_open(file, "pt") as opened:
+        for key in opened.keys():
+            found = re.search(r"\.\d+\.(.*)\.lora_[AB]\.weight$", key)
+            if not found:
+                raise ValueError(f"{key}: we adapt only linear layers of blocks")
+            layers.add(found[1])
+            name = key.removeprefix("base_model.model.").removesuffix(".weight")
+            places[f"model.{name}"] = key
+            shapes[f"model.{name}"] = tuple(opened.get_slice(key).get_shape())
 
     def get(ours):
         return safe_open(file, "pt").get_tensor(places[ours])
 
+    base = theirs["base_model_name_or_path"]
     header = open_pretrained(base, f"{path}: base_model_name_or_path").header
-    header["model_args"].update(lora, base=base)
+    header["model_args"].update(
+        base=base,
+        lora_rank=theirs["r"],
+        lora_alpha=float(theirs["lora_alpha"]),
+        lora_targets=rf"\.({'|'.join(sorted(layers))})$",
+    )
     header["config"]["model"] += "+lora"
     return Source(str(path), header, shapes, get)
-
-
-def layers_of(shapes):
-    """The names, within a block, of the layers that have adapters."""
-    names = {key.rpartition(".lora_")[0] for key in shapes if ".lora_" in key}
-    return sorted({re.split(r"\.\d+\.", name, maxsplit=1)[-1] for name in names})
 
 
 def understand(theirs):
@@ -276,9 +270,6 @@ def understand(theirs):
     said = {"sliding_window": 4096, **theirs}  # Mistral's default
     sizes = {ours: said.get(key, default) for ours, (key, default) in keys.items()}
     if model == "gpt2":
-        # transformers takes Llama's names too.
-        names = {ours: LLAMA["keys"][ours][0] for ours in keys}
-        sizes.update({ours: said[key] for ours, key in names.items() if key in said})
         sizes["bias"] = True
         fixed["n_inner"] = [None, 4 * sizes["n_embd"]]
     else:
@@ -332,13 +323,14 @@ def require_tokenizer(model, dataset):
 
 def tokens_of(directory):
     """{id: token} of the directory's tokenizer.json, read as JSON: training needs no library. {}
-    if there is none, or a damaged one."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        vocab = json.loads(Path(directory, TOKENIZER).read_text("utf-8"))["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram's: [token, score]
-            return dict(enumerate(vocab))
-        return {i: token for token, i in vocab.items()}
-    return {}
+    if there is none."""
+    path = Path(directory, TOKENIZER)
+    if not path.exists():
+        return {}
+    vocab = json.loads(path.read_text("utf-8"))["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram's: [token, score]
+        vocab = {token: i for i, (token, _) in enumerate(vocab)}
+    return {i: token for token, i in vocab.items()}
 
 
 # ---------- out ---------------------------------------------------------------
@@ -351,11 +343,11 @@ def export(source, path, dtype="float32"):
         source = merged(source)
     config = their_config(source, dtype)
     tensors = their_tensors(source, config["tie_word_embeddings"], DTYPES[dtype])
-    save = package("safetensors.torch", "a Hugging Face directory").save
+    from safetensors.torch import save
     kept = source.header.get("kept") or {}
-    files = {file: kept[file].encode() for file in KEPT if file in kept}
+    files = {"model.safetensors": save(tensors, {"format": "pt"})}  # first: the disk may be full
+    files.update({file: kept[file].encode() for file in KEPT if file in kept})
     files["config.json"] = json.dumps(config, indent=2).encode()
-    files["model.safetensors"] = save(tensors, {"format": "pt"})
     tokenizer, end = their_tokenizer(source)
     files.update(tokenizer)
     if end is not None:
@@ -394,7 +386,7 @@ def export_adapter(source, path):
     """Write a directory that peft's PeftModel.from_pretrained opens."""
     if not is_lora(source):
         raise SystemExit(f"{source.path} has no adapters: leave out --adapter")
-    save = package("safetensors.torch", "a Hugging Face directory").save
+    from safetensors.torch import save
     sizes = source.header["model_args"]
     tensors = {}
     for key in source.shapes:
@@ -423,17 +415,16 @@ def export_adapter(source, path):
 
 def write_directory(path, files):
     """Write {file: content}. SystemExit if other weights are there, which a program might read
-    instead, or if the disk refuses."""
-    try:
-        os.makedirs(path, exist_ok=True)
-        others = {file for file in os.listdir(path) if re.fullmatch(WEIGHTS, file)} - set(files)
-        if others:
-            raise SystemExit(
-                f"{path}: other weights are here ({', '.join(sorted(others)[:3])}); move them "
-                "away, or pass another directory")
-        write_files(path, {file: [content] for file, content in files.items()})
-    except OSError as e:
-        raise SystemExit(cannot_write(path, e))
+    instead."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    weights = {file.name for pattern in WEIGHTS for file in path.glob(pattern)}
+    others = sorted(weights - set(files))
+    if others:
+        raise SystemExit(
+            f"{path}: other weights are here ({', '.join(others[:3])}); move them away, or pass "
+            "another directory")
+    write_files(path, {file: [content] for file, content in files.items()})
 
 
 def their_config(source, dtype):
@@ -495,76 +486,25 @@ def their_tensors(source, tied, dtype):
 
 def their_tokenizer(source):
     """({file: content}, the token that ends a text or None) for the tokenizer of the run's
-    data. If that has no Hugging Face format, a line says so."""
+    data. If it has no such files, a line says so."""
     data = data_dir(source.header["config"].get("dataset", ""))
     vocab_size = source.header["model_args"]["vocab_size"]
     meta = {"vocab_size": vocab_size, **(source.header.get("meta") or read_meta(data))}
     name = name_of(meta, data)
+    if name not in ("gpt2", TOKENIZER):
+        print(f"without a tokenizer: the data's is {name or 'not known'}")
+        return {}, None
     try:
-        if name == "gpt2":
-            bpe = gpt2_bpe()
-            tokens = [bpe.decode_single_token_bytes(i) for i in range(bpe.eot_token)]
-            return byte_level(tokens, vocab_size)
-        if name == "bytes":
-            return byte_level([bytes([i]) for i in range(256)], vocab_size)
-        if name == TOKENIZER:
-            paths = [data / file for file in (TOKENIZER, *BESIDE)]
-            files = {path.name: path.read_bytes() for path in paths if path.exists()}
-            return files, encoder(str(data / TOKENIZER)).end
-        reason = f"the data's is {name or 'not known'}, and has no Hugging Face format"
+        own = encoder_of(GPT2_HUB if name == "gpt2" else str(data))
     except SystemExit as e:  # the weights are worth writing without it
-        reason = e.code
-    if "dataset" in source.header["config"]:
-        print(f"without a tokenizer: {reason}")
-    return {}, None
-
-
-def byte_level(tokens, vocab_size):
-    """The same for byte-level BPE. tokens: each token's bytes, by id; tokens of several bytes
-    in the order in which they were merged. A text ends with the next id, if the model has it."""
-    # GPT-2 writes a byte as a letter: itself if that can be printed, else one from 256 on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {byte: chr(byte) for byte in plain}
-    letters.update({byte: chr(256 + i) for i, byte in enumerate(others)})
-
-    def written(token):
-        return "".join(letters[byte] for byte in token)
-
-    ids = {token: i for i, token in enumerate(tokens)}
-    merges = []
-    for token in tokens:
-        if len(token) > 1:
-            merges.append([written(part) for part in merged_from(token, ids)])
-    vocabulary = {written(token): i for token, i in ids.items()}
-    split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    tokenizer = dict(
-        version="1.0",
-        added_tokens=[],
-        pre_tokenizer=split,
-        decoder=split,
-        model=dict(type="BPE", vocab=vocabulary, merges=merges),
-    )
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    end = None
-    if len(tokens) < vocab_size:
-        end = len(tokens)
-        token = dict(id=end, content="<|endoftext|>", special=True)
-        token.update(dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False))
-        tokenizer["added_tokens"].append(token)
-        config.update(dict.fromkeys(("bos_token", "eos_token"), token["content"]))
-    files = {TOKENIZER: tokenizer, "tokenizer_config.json": config}
-    return {name: json.dumps(content).encode() for name, content in files.items()}, end
-
-
-def merged_from(token, ids):
-    """The two tokens whose merge makes this one: BPE, up to its last step."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [left + right for left, right in zip(parts, parts[1:])]
-        first = min(range(len(pairs)), key=lambda i: ids.get(pairs[i], len(ids)))
-        parts[first:first + 2] = [pairs[first]]
-    return parts
+        print(f"without a tokenizer: {e.code}")
+        return {}, None
+    files = {file: path.read_bytes() for file, path in own.files.items()}
+    if name == "gpt2":
+        # The hub's names no class, and would become that of the model's kind.
+        config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>")
+        files["tokenizer_config.json"] = json.dumps(config).encode()
+    return files, own.end
 
 
 def with_end(content, end):
@@ -590,9 +530,7 @@ def main(argv):
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--adapter", action="store_true", help="write LoRA's alone, for peft")
     args = parser.parse_args(argv)
-    source = open_source(Config(init_from="resume", out_dir=args.out_dir), World())
-    if source is None:
-        raise SystemExit(f"{args.out_dir}: no checkpoint there")
+    source, _ = open_start(Config(init_from="resume", out_dir=args.out_dir), World())
     if args.adapter:
         export_adapter(source, args.directory)
         print(f"{source.path} -> {args.directory}, for PeftModel.from_pretrained")

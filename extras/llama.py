@@ -40,12 +40,11 @@ class LlamaConfig:
     qkv_bias: bool = False  # biases of queries, keys and values: Qwen2
 
     def __post_init__(self):
-        may_be_0 = ("head_dim", "norm_eps", "tie_embeddings", "qk_norm", "qkv_bias")
-        for key in LlamaConfig.__dataclass_fields__:
+        for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
+                    "n_inner"):
             value = getattr(self, key)
-            least = 0 if key in may_be_0 else 1
-            if value is None or value < least:
-                raise ValueError(f"{key}={value} must be at least {least}")
+            if value < 1:
+                raise ValueError(f"{key}={value} must be at least 1")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
@@ -53,9 +52,6 @@ class LlamaConfig:
             raise ValueError(
                 f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}: let "
                 f"n_kv_head be {self.n_head}, or a divisor of it")
-        if head_size(self) % 2:
-            raise ValueError(
-                f"head_dim={head_size(self)} must be even: pairs are rotated")
 
 
 def head_size(config):

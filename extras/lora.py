@@ -18,7 +18,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import start
-from configurator import model_file, noted, with_sizes
+from configurator import model_file, with_sizes
 from model import derive_seed
 from ranks import print0
 
@@ -35,7 +35,8 @@ from ranks import print0
 @dataclass
 class Keys:
     # --- LoRA
-    base: str = noted("")  # the frozen model: another run's out_dir, a hub name or a directory
+    base: str = field(default="", metadata={"may_move": True})  # the frozen model: another run's
+    #   out_dir, a hub name or a directory
     base_origin: str = ""  # set by the run: which step of which run the base was
     lora_rank: int = 16
     lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
@@ -46,8 +47,6 @@ class Keys:
     def __post_init__(self):
         if hasattr(super(), "__post_init__"):
             super().__post_init__()
-        if self.lora_rank < 1:
-            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1")
         if os.path.exists(self.base):
             self.base = os.path.abspath(self.base)  # a later run may start in another directory
 
@@ -56,8 +55,6 @@ class Keys:
 def around(name):
     """The model file of --model=NAME+lora."""
     inner = model_file(name)
-    if hasattr(inner, "open_files"):
-        raise SystemExit(f"model={name}+lora: {name} opens files itself, which LoRA would do too")
 
     @dataclass
     class ModelConfig(Keys, inner.ModelConfig):
@@ -89,19 +86,15 @@ def open_base(name, cfg, world, resumed):
         raise SystemExit(
             f"model={cfg.model}: it needs a base; pass --base=DIR, a hub name or another run's "
             "out_dir")
-    own = os.path.realpath(cfg.out_dir)
-    is_inside = os.path.exists(base) and os.path.commonpath([own, os.path.realpath(base)]) == own
-    if is_inside and not resumed:
+    if not resumed and os.path.realpath(base) == os.path.realpath(cfg.out_dir):
         raise SystemExit(
-            f"out_dir={cfg.out_dir} has LoRA's base, {base}, which must stay there; pass another "
-            "--out_dir")
+            f"out_dir={cfg.out_dir} is LoRA's base, which must stay there; pass another --out_dir")
     source = start.open_weights(base, world, "base", dataset=None if resumed else cfg.dataset)
     theirs = source.header["config"]["model"]
-    if "+" in theirs:
-        raise SystemExit(
-            f"base={base} is of model={theirs}: merge it first, and pass the result as --base")
     if theirs != name:
-        raise SystemExit(f"base={base} is of model={theirs}; pass --model={theirs}+lora")
+        raise SystemExit(
+            f"base={base} is of model={theirs}, not {name}; pass --model=NAME+lora with the name "
+            "of its model, or merge its own adapters first")
     before = cfg.sizes.base_origin
     now = source.header.get("origin", "")  # Hugging Face's models have none
     if before and before != now:
@@ -142,10 +135,7 @@ def targets(model, pattern):
     for name, module in model.named_modules():
         if module in inside and type(module) is nn.Linear:  # a subclass has a forward of its own
             layers[name] = module
-    try:
-        hits = {name: layers[name] for name in layers if re.search(pattern, name)}
-    except re.error as e:
-        raise SystemExit(f"lora_targets={pattern!r} is not a regular expression: {e}")
+    hits = {name: layers[name] for name in layers if re.search(pattern, name)}
     if not hits:
         example = next(iter(layers), "nothing: the blocks have none")
         raise SystemExit(

@@ -20,15 +20,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
 from data import prepare  # noqa: E402
 from data.documents import COLUMN, value  # noqa: E402
-from data.files import open_masks, open_split  # noqa: E402
+from data.files import has_masks, open_split  # noqa: E402
 from data.tokenizer import gpt2_bpe  # noqa: E402
+from extras.masked import open_masks  # noqa: E402
 
 
 def main(*args, **options):
     """The command, with the arguments of data/prepare.py's main()."""
     out = prepare.main(*args, job_of=job_of, more_options=more_options, **options)
-    masks = [mask for split in prepare.SPLITS for mask in open_masks(open_split(out, split))]
-    if masks:
+    if has_masks(out):
+        masks = [mask for split in prepare.SPLITS for mask in open_masks(open_split(out, split))]
         share = sum(map(np.count_nonzero, masks)) / sum(map(len, masks))
         print(f"{out}: {share:.1%} of the tokens are learned")
 
@@ -46,8 +47,6 @@ def more_options(option):
 def job_of(args, own):
     """The Job of prepare.py, or one with masks if args ask for them."""
     require_learned_columns(args)
-    if args.window is not None and args.window < 1:
-        raise SystemExit(f"--window={args.window} must be at least 1")
     if args.special and not own.encoding:
         raise SystemExit("--special: this tokenizer has no special tokens; pass --tokenizer= the "
                          "directory or hub name of a model for chats")

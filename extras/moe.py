@@ -33,12 +33,6 @@ class MoEConfig(GPTConfig):
     n_active: int = 2  # experts per token
     balance: float = 0.01  # weight of the loss that balances the experts
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not 1 <= self.n_active <= self.n_expert:
-            raise ValueError(
-                f"n_active={self.n_active} must be from 1 to n_expert={self.n_expert}")
-
 
 class Experts(nn.Module):
     def __init__(self, config):

@@ -30,24 +30,14 @@ from configurator import DTYPES
 from optimizer import make_adamw
 
 
-def matrices_of(model):
-    """Muon's parameters: the model's `matrices()`, or the blocks' 2-D parameters. SystemExit if
-    none of them is trained."""
-    if hasattr(model, "matrices"):
-        params = model.matrices()
-    else:
-        params = [p for p in model.blocks.parameters() if p.dim() == 2]
-    trained = [p for p in params if p.requires_grad]
-    if not trained:
-        raise SystemExit(
-            "optimizer=muon is for matrices inside the blocks, and none of them is trained; use "
-            "--optimizer=adamw, or a --freeze that leaves some")
-    return trained
-
-
 def make(model, cfg):
-    """Muon for the matrices that it handles, and AdamW for the rest."""
-    matrices = matrices_of(model)
+    """Muon for the model's `matrices()`, or else the blocks' 2-D parameters; AdamW for the
+    rest."""
+    if hasattr(model, "matrices"):
+        matrices = model.matrices()
+    else:
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    matrices = [p for p in matrices if p.requires_grad]
     others = set(model.parameters()).difference(matrices)
     return Muon(
         matrices,
@@ -62,9 +52,7 @@ def make(model, cfg):
 
 class Muon(torch.optim.Optimizer):
     def __init__(self, matrices, adamw, lr, weight_decay, momentum, dtype=torch.float32):
-        """Before the first step (all ranks: collective).
-
-        matrices: parameters of two dimensions, or stacks of such (more dimensions).
+        """matrices: parameters of two dimensions, or stacks of such (more dimensions).
         adamw: an optimizer of all other parameters, which steps with this one.
         dtype: to send and to orthogonalize in, float32 or bfloat16."""
         muons = dict(
@@ -92,15 +80,6 @@ class Muon(torch.optim.Optimizer):
             self.sharing = mesh.size(-1)
             self.shard_group = mesh.get_group("shard")
             self.device = torch.device(mesh.device_type)  # offloaded rows travel over it too
-
-        # NCCL connects every pair of ranks at the first all-to-all, and takes memory for
-        # that (3 GB on 8 H100, says its issue 1685). Now there is room for it.
-        each = torch.zeros(self.world, device=self.device)
-        if self.sharing > 1:
-            some = each[:self.sharing]
-            dist.all_to_all_single(some, some.clone(), group=self.shard_group)
-        if self.world > 1:
-            dist.all_to_all_single(each, each.clone())
 
     @torch.no_grad()
     def step(self):

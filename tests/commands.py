@@ -2,27 +2,20 @@
 What tests of the pages' commands share: a command is taken from its page, typed in a clone by a
 shell, and its output compared with the page's. tests/upstream/test_commands.py says how.
 
-    ROWS = {"README.md": [("python train.py", trains()), ("pip install", INSTALL)]}
-    in_the_table(ROWS, pages())     # every command of every page is in its row
-    run_page(clone, "README.md", ROWS["README.md"])
+    RULES = [("minimal.py", Run()), ("train.py", trains()), ("pip install", None)]
+    run_page(clone, "README.md", RULES)
 """
 
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from glob import glob
-from pathlib import Path
 
 import pytest
 import torch
-from harness import HERE, Ranks, copied, flags, losses
-
-import train
-from configurator import load_config
-from data import loader
+from harness import HERE, copied, flags, shell
 
 PROGRAMS = ("python", "python3", "torchrun", "pip", "git", "mkdir", "srun", "sbatch", "lm_eval",
             "export", "for", "cp", "rm", "cd", ".", "vllm", "hf")
@@ -108,52 +101,33 @@ def require_links(page):
 class Run:
     """Run it, with `more` flags at its end. exact: with versions of PyTorch that begin so it must
     print the page's numbers too, else the page's words. shows: of the page's output only lines
-    that begin so. On several ranks it must have the losses of the same command in one process
-    with the flags `like`. ranks: then run it on that many too. needs: a path without which it is
-    skipped, since a fork may have deleted it."""
+    that begin so. needs: a path without which it is skipped, since a fork may have deleted it."""
     more: list = ()
     exact: str = "no"
     shows: str = ""
-    like: dict = None
-    tolerance: float = 1e-5
-    ranks: int = 0
     needs: str = "."
 
 
-@dataclass
-class Not:
-    """Why it is not run here; or in which test it is run."""
-    why: str
-
-
-INSTALL = Not("the environment: .ci/run does it, from README.md")
-NETWORK = Not("it loads from the hub")
 SIZE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, batch_size=1, compile=False)
 SMALL = dict(SIZE, dtype="float32", device="cpu", eval_iters=1)
-ONE = dict(strategy="single", shard_group_size=0, cpu_offload=0.0, prefetch_blocks=0,
-           wrap_min_params=0, grad_sync="auto", reduce_dtype="float32", checkpoint="full")
 
 
-def trains(max_iters=3, ranks=0, tolerance=1e-5, shows="", **keys):
-    more = {**SMALL, "max_iters": max_iters, "eval_interval": max_iters, "log_interval": 1, **keys}
-    like = {**ONE, "init_from": "scratch", **more}
-    return Run(flags(**more), like=like, ranks=ranks, tolerance=tolerance, shows=shows)
+def trains(max_iters=3, shows="", **keys):
+    """Run train.py for so many steps. What several ranks compute is proved in test_fsdp.py."""
+    small = dict(SMALL, max_iters=max_iters, eval_interval=max_iters, log_interval=1)
+    return Run(flags(**{**small, **keys}), shows=shows)
 
 
 SAMPLE = Run(["--max_new_tokens=5", "--num_samples=1", "--device=cpu"])
 
 
-# ---------- the table ---------------------------------------------------------
-
-
-def in_the_table(rows_of, pages):
-    """A command that is in no row, and a row whose command is gone, are named."""
-    assert list(rows_of) == [page for page in pages if shown(page)]
-    for page, rows in rows_of.items():
-        commands = [command for command, _ in shown(page)]
-        for command, (start, _) in zip([*commands, "nothing"], rows):
-            assert command.startswith(start), f"{page}: {command}\nis not in its row: {start}"
-        assert commands[len(rows):] == [], f"{page}: in no row"
+def rule_of(command, rules):
+    """Of [(a part of commands, Run or None)] the first that this command has; None: it is not run.
+    Fails if there is none."""
+    for part, row in rules:
+        if part in command:
+            return row
+    pytest.fail(f"no rule says how to run {command}")
 
 
 # ---------- the clone ---------------------------------------------------------
@@ -171,32 +145,12 @@ def make_clone(path):
 
 def typed(here, line, cwd=None):
     """What a shell prints to it, in the clone."""
-    kinder = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RANK", "WORLD_SIZE")
-    env = {key: value for key, value in os.environ.items() if key not in kinder}
-    env["PATH"] = os.path.dirname(sys.executable) + ":" + env["PATH"]
-    p = subprocess.Popen(
-        ["bash", "-c", line], cwd=cwd or here, env=env, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    try:
-        out, err = p.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        os.killpg(p.pid, 9)
-        out, err = p.communicate()
-        pytest.fail(f"{line}\nhung\n{out}\n{err}")
-    assert p.returncode == 0, f"{line}\n{out}\n{err}"
-    return out
-
-
-def typed_elsewhere(here, cwd, *lines):
-    """From the directory cwd, which is empty: prepare `words` there, train to `out`, and then the
-    lines, in which {here} is the clone."""
-    small = " ".join(flags(**{**SMALL, "max_iters": 1, "out_dir": cwd / "out"}))
-    for line in (
-        "python {here}/data/prepare.py words {here}/notes/0.txt --tokenizer=bytes --out=words",
-        "python {here}/train.py {here}/config/quickstart.py --dataset=words " + small,
-        *lines,
-    ):
-        typed(here, line.format(here=shlex.quote(str(here))), cwd=cwd)
+    kinder = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONFAULTHANDLER")
+    without = [word for key in kinder for word in ("-u", key)]
+    path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
+    p = shell("env", *without, f"PATH={path}", "bash", "-c", line, cwd=cwd or here, timeout=300)
+    assert p.returncode == 0, f"{line}\n{p.stdout}\n{p.stderr}"
+    return p.stdout
 
 
 # ---------- what it must print ------------------------------------------------
@@ -222,40 +176,13 @@ def prints(out, expected, exact=True, begins=""):
             pytest.fail(f"the page shows: {line}\nbut it prints:\n{out}")
 
 
-def run_page(clone, page, rows):
+def run_page(clone, page, rules):
     """The page's commands as they stand there, in its order."""
-    for (command, expected), (_, row) in zip(shown(page), rows):
-        if isinstance(row, Not):
-            continue
-        if not is_here(row.needs):
+    for command, expected in shown(page):
+        row = rule_of(command, rules)
+        if row is None or not is_here(row.needs):
             continue
         line = " ".join([command, *map(shlex.quote, row.more)])
         out = typed(clone, line)
         if not torch.cuda.is_available():  # the pages show a CPU's
             prints(out, expected, torch.__version__.startswith(row.exact), row.shows)
-        if row.like and "torchrun" in command:
-            same_losses(clone, line, row)
-        elif row.ranks:
-            launcher = f"torchrun --standalone --nproc_per_node={row.ranks} train.py"
-            on_ranks = line.replace("python train.py", launcher)
-            typed(clone, f"{on_ranks} --strategy=full_shard --out_dir=out-ranks")
-            same_losses(clone, f"{on_ranks} --out_dir=out-ranks", row)
-
-
-def same_losses(here, line, row):
-    """The command has left the losses of one process."""
-    argv = shlex.split(line.partition("train.py ")[2])
-    out_dir = load_config([os.path.join(HERE, arg) if arg.endswith(".py") else arg
-                           for arg in argv]).out_dir
-    p = Ranks(1, train_in, str(here), [*argv, *flags(**row.like, out_dir="out-one")]).finish()
-    assert p.returncode == 0, p.stdout + p.stderr
-    got, expected = losses(here / out_dir), losses(here / "out-one")
-    assert len(got) == len(expected) > 1, line
-    assert got == pytest.approx(expected, abs=row.tolerance), line
-
-
-def train_in(here, argv):
-    """train.py, of the clone, in a rank that has imported everything."""
-    os.chdir(here)
-    loader.HERE = Path(here, "data")
-    train.main(argv)

@@ -8,29 +8,24 @@ Run commands as a user would, and functions on several ranks; for these tests an
     results = on_ranks(2, {"name": (function, kwargs)})  # what it returned on each rank
     assert values(results, "name") == [0, 1]
 
-Each rank is forked from a server process of its own that has imported everything: a second a
-launch instead of the five that torchrun and the imports take. As under torchrun, ranks share no
-memory and no hash seed: a set has another order on each of them. A failed test prints the seeds,
-and HASH_SEEDS=11,12,13,14 in the environment sets them. Ranks get torchrun's environment and
-store, gloo on CPU, one thread, and no fixed port. What hangs is ended and reported; nothing is
-left behind. As they import your file, a script needs `if __name__ == "__main__":` around what it
-starts.
+Each rank is forked from a server of its own that has imported everything: a second a launch
+instead of torchrun's five. As under torchrun, ranks share no memory, and a set has another order on
+each of them. They get torchrun's environment and store, gloo on CPU, one thread, and no fixed port.
+What hangs is ended and reported. As they import your file, a script needs
+`if __name__ == "__main__":` around what it starts.
 
-Ranks that are told device=cuda get simulated GPUs where there is no other, if simgpu, a project of
-its own, is on PYTHONPATH; else the test is skipped. With SIM_GPUS=2 in the environment the process
-of the tests itself has two.
-Ranks share GPUs that are too few: own_node.py says how.
+Ranks that are told device=cuda share GPUs that are too few (own_node.py says how). Where there are
+none they get simulated ones, if simgpu, a project of its own, is on PYTHONPATH; else the test is
+skipped.
 """
 
 import functools
 import importlib.util
 import io
 import json
-import math
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
-import random
 import re
 import runpy
 import shutil
@@ -40,12 +35,7 @@ import sys
 import tempfile
 import time
 import types
-from contextlib import (
-    ExitStack,
-    contextmanager,
-    redirect_stderr,
-    redirect_stdout,
-)
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from functools import partial
 from unittest.mock import patch
@@ -70,10 +60,6 @@ if os.environ.get("SIM_GPUS"):
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-
-# To parametrize by: what a GPU runs, run on a CPU too, so that no typo waits there. 1, 2: GPUs.
-DEVICES = {1: ["cpu", "cuda"], 2: ["cpu", "cuda"]}
-
 from own_node import environment as own_node  # noqa: E402
 
 import configurator  # noqa: E402
@@ -86,7 +72,7 @@ from configurator import (  # noqa: E402
     model_file,
     resolve,
 )
-from data.loader import Batches  # noqa: E402
+from data.loader import open_batches  # noqa: E402
 from model import GPT, GPTConfig, derive_seed  # noqa: E402
 from optimizer import LossScaler  # noqa: E402
 from start import final_config, open_start  # noqa: E402
@@ -152,10 +138,9 @@ def start(world, args, tmp, *options, **env):
     if world > 1:
         command += ["-m", "torch.distributed.run", *options, f"--nproc_per_node={world}"]
         command += ["--standalone"] if not any("--rdzv" in o for o in options) else []
-    if wants_cuda(args) and simulates(world):
+    if wants_cuda(args) and simulates():
         command += ["-m", "simgpu"]
-        gpus = os.environ.get("SIM_GPUS", SIMULATED)
-        env = dict(env, SIM_GPUS=str(gpus), PYTHONPATH=PYTHONPATH)
+        env = dict(env, SIM_GPUS=str(SIMULATED), PYTHONPATH=PYTHONPATH)
     if wants_cuda(args) and 0 < torch.cuda.device_count() < world:
         command += [os.path.join(HERE, "tests", "own_node.py")]
     return subprocess.Popen(command + [str(a) for a in args], cwd=tmp, text=True,
@@ -178,21 +163,6 @@ def finish(p, seconds=60):
         pytest.fail("hung: " + p.communicate()[0])
 
 
-def wait_for(path, text, p=None, seconds=60):
-    """Until a file has the text. p: the started command that writes it; if it ends before, or is
-    too slow, the failure has what it printed."""
-    end = time.time() + seconds
-    while time.time() < end and not (p and p.poll() is not None):
-        if os.path.exists(path) and text in open(path, errors="replace").read():
-            return
-        time.sleep(0.05)
-    said = ""
-    if p:
-        os.killpg(p.pid, signal.SIGKILL)
-        said = p.communicate()[0]
-    pytest.fail(f"{text!r} never came in {path}\n{said}")
-
-
 def children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as f:
         return [int(c) for c in f.read().split()]
@@ -203,7 +173,6 @@ def children(pid):
 
 PRELOADED = ["harness", "sample", "torch._dynamo"]  # by the server that ranks are forked from
 SIMULATED = 4  # GPUs
-OF_A_RANK = 1.5 * 2**30  # bytes of its GPU: an H100's context took 0.5 GiB, and NCCL 0.6
 
 
 def wants_cuda(value):
@@ -215,46 +184,13 @@ def wants_cuda(value):
     return value == "--device=cuda"
 
 
-def simulates(world):
-    """Must GPUs be simulated for so many ranks? Skips the test if there are none at all, or if
-    one that ranks share is too small."""
-    gpus = torch.cuda.device_count()
-    if gpus:
-        need = math.ceil(world / gpus) * OF_A_RANK
-        if gpus < world and need > smallest_gpu():
-            pytest.skip(f"{world} ranks on {gpus} GPUs take {need / 2**30:g} GiB of each")
-        return "simgpu" in sys.modules
-    if reason := cannot_simulate():
-        pytest.skip(reason)
-    return True
-
-
-@functools.cache
-def smallest_gpu():
-    """Bytes."""
-    gpus = range(torch.cuda.device_count())
-    return min(torch.cuda.get_device_properties(i).total_memory for i in gpus)
-
-
-@functools.cache
-def cannot_simulate():
-    """Why not, in one line."""
+def simulates():
+    """Must GPUs be simulated? Skips the test if they cannot be."""
+    if torch.cuda.device_count():
+        return False
     if not SIMGPU:
-        return "there is no GPU, and no simgpu on PYTHONPATH to simulate one"
-    path = os.path.join(SIMGPU, "simgpu", "build.py")
-    p = subprocess.run([sys.executable, path], capture_output=True, text=True)
-    return p.stderr.strip().splitlines()[-1] if p.returncode else ""
-
-
-def hash_seeds():
-    """PYTHONHASHSEED of rank 0, 1, ...: other numbers in each run of the tests."""
-    told = os.environ.get("HASH_SEEDS")
-    if told:
-        return [int(seed) for seed in told.split(",")]
-    return random.SystemRandom().sample(range(1, 2**32), 8)
-
-
-HASH_SEEDS = hash_seeds()
+        pytest.skip("there is no GPU, and no simgpu on PYTHONPATH to simulate one")
+    return True
 
 
 @functools.cache
@@ -262,7 +198,7 @@ def server_of(rank, gpus):
     """The server that a rank is forked from. gpus: how many its PyTorch simulates."""
     server = multiprocessing.forkserver.ForkServer()
     server.set_forkserver_preload(PRELOADED)
-    env = dict(PYTHONHASHSEED=str(HASH_SEEDS[rank]))
+    env = dict(PYTHONHASHSEED=str(1 + rank))
     if gpus:
         env["SIM_GPUS"] = str(gpus)
     with patch.dict(os.environ, env):
@@ -280,12 +216,8 @@ class Ranks:
 
     def __init__(self, world, function, *args, alone=None, restarts=None):
         context = multiprocessing.get_context("forkserver")
-        gpus = int(os.environ.get("SIM_GPUS", 0))
-        shared = 0
-        if wants_cuda(args):
-            if simulates(world):
-                gpus = gpus or SIMULATED
-            shared = torch.cuda.device_count()
+        gpus = SIMULATED if wants_cuda(args) and simulates() else 0
+        shared = torch.cuda.device_count() if wants_cuda(args) else 0
         servers = [server_of(rank, gpus) for rank in range(world)]  # they import side by side
         # Said to every rank: a server that started during a test that sets it would pass it on,
         # and ranks that compare their collectives hang with ranks that do not.
@@ -469,7 +401,7 @@ RATES = [1e-3 / 3, 2e-3 / 3, 1e-3, 9.931634888554936e-4, 9.728616793536588e-4]
 def plain_training(cfg):
     """The same run in plain PyTorch, with a loop, a schedule and AdamW of its own: (losses, norms
     of the gradients, weights, {name: where a weight has had a gradient})."""
-    model, batches = plain_model(cfg).train(), Batches(cfg, ranks.World())
+    model, batches = plain_model(cfg).train(), open_batches(cfg, ranks.World())
     named = dict(model.named_parameters())
     for name, p in named.items():
         if cfg.freeze and re.search(cfg.freeze, name):
@@ -520,7 +452,7 @@ def built(tmp, **overrides):
     wrapped, optimizer = train.build(model, cfg, world)
     return types.SimpleNamespace(
         world=world, cfg=cfg, wrapped=wrapped, model=model, optimizer=optimizer,
-        batches=Batches(cfg, world), micro_batch=train.micro_batch(wrapped, cfg, world))
+        batches=open_batches(cfg, world), micro_batch=train.micro_batch(wrapped, cfg, world))
 
 
 def steps(run, first=0, n=1, scaler=None):
@@ -565,11 +497,6 @@ def heard():
 
 def flags(**overrides):
     return [f"--{k}={v}" for k, v in overrides.items()]
-
-
-# any config in seconds
-SHORT = flags(max_iters=2, eval_interval=2, eval_iters=1, n_layer=2, n_head=2, n_embd=16,
-              block_size=16, batch_size=1, device="cpu", dtype="float32", compile=False)
 
 
 def arguments(tmp, out, model="gpt2", **overrides):
@@ -633,23 +560,6 @@ def make_data(path, vocab=67, n=6000, seed=0, **meta):
         json.dump({"vocab_size": vocab, **meta}, f)
 
 
-class NoFiles(list):
-    """In place of a split's TokenFiles, where nothing is read."""
-    tokens_in_all = largest = 0
-    masks = ()
-
-
-NO_BATCHES = types.SimpleNamespace(files=dict(train=NoFiles(), val=NoFiles()))
-
-
-def log_step(log, step, loss=4.0, norm=1.0, waited=0.0):
-    """What train.train logs of a step. waited: seconds for its batches."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
-    scaler = LossScaler(types.SimpleNamespace(dtype="float32"))
-    batches = types.SimpleNamespace(files=dict(train=range(337)))  # the toy data's windows
-    log.step(step, loss, norm, waited, optimizer, scaler, batches)
-
-
 def read_metrics(out):
     """The rows that count: a resumed run appends, and takes back what lies from its step on."""
     def place(row):  # the evaluation before a step has its number
@@ -687,28 +597,6 @@ def assert_same_weights(a, b, tolerance):
             x, y = torch.cat((x[:n], x[2 * n:])), torch.cat((y[:n], y[2 * n:]))
         error = (x - y).norm() / x.norm().clamp(min=1e-3)
         assert error <= tolerance, f"{key}: relative difference {error:.2e}"
-
-
-@contextmanager
-def power_cut():
-    """A function of a path, to call inside: would a power cut leave it as it is now? So it does if
-    a file's content, or which files a directory names, was this when os.fsync was last called."""
-    synced = {}  # {inode: content}
-
-    def content(path):
-        if os.path.isdir(path):
-            return {entry.name: entry.inode() for entry in os.scandir(path)}
-        with open(path, "rb") as f:
-            return f.read()
-
-    def fsync(fd):
-        synced[os.fstat(fd).st_ino] = content(os.readlink(f"/proc/self/fd/{fd}"))
-
-    def is_safe(path):
-        return synced.get(os.stat(path).st_ino) == content(path)
-
-    with patch.object(os, "fsync", fsync):
-        yield is_safe
 
 
 def resident(field, reset=False):

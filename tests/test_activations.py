@@ -10,15 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import built, on_ranks, plain_gpt, steps, tiny, values
+from harness import built, on_ranks, plain_gpt, steps, values
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
 import fsdp
-import train
 from optimizer import allocate_state
-from ranks import World
 
 # -----------------------------------------------------------------------------
 # the loss in chunks
@@ -80,17 +78,16 @@ def test_activations_selective_runs_only_the_cheap_parts_again(dtype, bias, prod
 
 
 def backward(dtype, *how):
-    """A step of a GPT with dropout whose blocks are checkpointed as fsdp is told: (its gradients,
-    the blocks' inputs, what went through save_on_cpu, what save_on_cpu was asked for)."""
-    gpt, inputs, packed, asked = plain_gpt(dropout=0.1).train(), [], [], []
+    """A step of a GPT with dropout whose blocks are checkpointed so: (its gradients, the blocks'
+    inputs, what went through save_on_cpu)."""
+    gpt, inputs, packed = plain_gpt(dropout=0.1).train(), [], []
     if how:
         activations.checkpoint_activations(gpt.blocks, *how)
     for block in gpt.blocks:
         block.register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
     save_on_cpu = torch.autograd.graph.save_on_cpu
 
-    def spy(**kwargs):
-        asked.append(kwargs)
+    def spy(pin_memory):
         hooks = save_on_cpu()  # nothing is pinned without a GPU
         pack = hooks.pack_hook
         hooks.pack_hook = lambda t: packed.append(t) or pack(t)
@@ -102,32 +99,20 @@ def backward(dtype, *how):
           torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):
         loss = gpt(idx, idx)[1]
     loss.backward()
-    return [p.grad for p in gpt.parameters()], inputs, packed, asked
+    return [p.grad for p in gpt.parameters()], inputs, packed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_offload_moves_the_blocks_inputs_and_no_weights(dtype):
     """Neither parameters nor autocast's copies of them; and backward gets the same numbers."""
-    grads, inputs, packed, asked = backward(dtype, "full", True)
+    grads, inputs, packed = backward(dtype, "full", True)
     packed = [t for t in packed if t.numel()]  # checkpoint saves an empty tensor too
     assert [t.data_ptr() for t in packed] == [x.data_ptr() for x in inputs]
     assert [t.nbytes for t in packed] == 3 * [2 * 16 * 30 * 4]
-    assert asked == 3 * [dict(pin_memory=False)]
     for how in (["full"], ["selective"], []):
-        expected, _, packed, _ = backward(dtype, *how)
+        expected, _, packed = backward(dtype, *how)
         assert packed == []
         assert all(map(torch.equal, grads, expected))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_activations_offload_pins_memory_for_cuda_only(tmp, device):
-    cfg = tiny(tmp, strategy="single", activation_checkpointing="full", activation_offload=True)
-    gpt, pinned = plain_gpt(), device == "cuda"
-    with (patch.object(activations, "checkpoint_activations") as asked,
-          patch.object(fsdp, "allocate")):
-        train.parallelize(gpt, cfg, World(device=torch.device(device)))
-    asked.assert_called_once_with(gpt.blocks, "full", offload_to_host=True, pin_memory=pinned)
-    assert backward(torch.float32, "full", True, pinned)[3] == 3 * [dict(pin_memory=pinned)]
 
 
 def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix():
@@ -143,10 +128,15 @@ def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix
     assert ran == {0: 1, 1: 2, 2: 2}
 
 
+def counted(block):
+    """The block, and a Counter of its forwards."""
+    ran, forward = Counter(), block.forward
+    block.forward = lambda *args, **kwargs: ran.update(["forward"]) or forward(*args, **kwargs)
+    return block, ran
+
+
 def test_activations_a_block_that_is_listed_twice_is_wrapped_once():
-    block, ran = torch.nn.Linear(4, 4), Counter()
-    forward = block.forward
-    block.forward = lambda x: ran.update(["forward"]) or forward(x)
+    block, ran = counted(torch.nn.Linear(4, 4))
     activations.checkpoint_activations([block, block], "full")
     block(torch.ones(2, 4)).sum().backward()
     assert ran["forward"] == 2
@@ -156,14 +146,12 @@ def test_activations_a_block_that_is_listed_twice_is_wrapped_once():
 
 
 def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keyword():
-    block, ran = torch.nn.Linear(4, 4).requires_grad_(False), Counter()
-    forward = block.forward
-    block.forward = lambda *, x: ran.update(["forward"]) or forward(x)
+    block, ran = counted(torch.nn.Linear(4, 4).requires_grad_(False))
     activations.checkpoint_activations([block], "full")
     x = torch.ones(2, 4)
-    block(x=x)
+    block(input=x)
     assert ran["forward"] == 1
-    block(x=x.requires_grad_()).sum().backward()
+    block(input=x.requires_grad_()).sum().backward()
     assert ran["forward"] == 3
 
 
@@ -171,10 +159,10 @@ def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keywo
 # DDP's gradients
 
 
-def case_storages(tmp, first_bucket):
+def case_storages(tmp):
     """A gradient's norm after a micro-batch that is not reduced; how many storages hold the
     gradients when each later micro-batch of two steps is fetched."""
-    with patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", first_bucket):
+    with patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1):
         run = built(tmp, strategy="ddp", gradient_accumulation_steps=6)
     params = [*run.model.parameters()]
     allocate_state(run.optimizer)  # as a resumed run does
@@ -198,9 +186,7 @@ def case_storages(tmp, first_bucket):
 def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
     """From the first micro-batch on: beside the buckets they would take 4 bytes a parameter. And
     reduces none but the last's: not in the first step either, or resuming would round otherwise."""
-    results = on_ranks(2, {str(n): (case_storages, dict(tmp=tmp, first_bucket=size))
-                           for n, size in ((1, 2**20), (2, 1))})
-    for n in (1, 2):  # the tiny model's fit one bucket; a bucket of one byte takes one of them
-        (own, counts), (other, same) = values(results, str(n))
-        assert counts == same == 3 * [1] + 3 * [n]  # DDP cuts its buckets after the first step
-        assert own != other
+    (own, counts), (other, same) = values(on_ranks(2, {"": (case_storages, dict(tmp=tmp))}), "")
+    # DDP cuts its buckets after the first step: one parameter is then in a bucket of its own.
+    assert counts == same == 3 * [1] + 3 * [2]
+    assert own != other

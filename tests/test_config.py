@@ -1,33 +1,25 @@
 """
-Keys, files and flags; another model's keys; what a config means. Mistakes: test_mistakes.py.
+Keys, files and flags; another model's keys; what a config means. And what is refused, in all
+commands: one line with the key and a remedy, exit code 1, no traceback.
 
     python -m pytest -q tests/test_config.py
 """
 
-import ast
 import glob
 import os
 import re
-from dataclasses import asdict, fields, replace
-from types import SimpleNamespace
+import shutil
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from harness import HERE, refused, script, tiny
+from harness import HERE, Ranks, arguments, refused, script, tiny
 
-import start
 import train
-from configurator import (
-    Config,
-    as_dict,
-    best_dtype,
-    differences,
-    keys_of,
-    load_config,
-    resolve,
-    with_sizes,
-)
+from configurator import Config, best_dtype, keys_of, load_config, resolve, with_sizes
 from ranks import World
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before its library is imported, which looks once
 
 # ---------- files and flags ---------------------------------------------------
 
@@ -43,7 +35,7 @@ def test_config_order_and_types(tmp_path):
     got = cfg.max_iters, cfg.lr_decay_iters, cfg.warmup_iters, cfg.sizes.n_layer, cfg.wandb_project
     assert got == (10, 20, 4, 3, "a=b") and cfg.sizes.bias is True
     assert type(cfg.learning_rate) is float
-    assert load_config([str(path), "--max_iters=1e4"]).max_iters == 10000
+    assert load_config(["--n_layer=4", str(path), "--max_iters=1e4"]).max_iters == 10000
 
 
 def test_config_given_keys_are_those_that_files_and_flags_set(tmp_path):
@@ -56,21 +48,6 @@ def test_config_given_keys_are_those_that_files_and_flags_set(tmp_path):
         assert set(later.given) == {"n_layer", "dropout"}
 
 
-def test_config_odd_sizes_of_a_checkpoint_are_one_line():
-    """It is no flag, so a text is no number."""
-    line = refused(with_sizes, load_config([]), "gpt2", {"n_layer": "3"}, "--ckpt.pt")
-    assert line == "--ckpt.pt: model_args: n_layer='3' must be a whole number"
-
-
-def test_config_help_lists_every_key():
-    text = script("train.py", "--help").stdout
-    for f in keys("gpt2"):
-        default = re.search(rf"^  --{f.name}=(\S+)", text, re.M)
-        assert default, f.name
-        assert ast.literal_eval(default[1]) == f.default, f.name
-    assert set(re.findall(r"^  --(\w+)=", text, re.M)) == {f.name for f in keys("gpt2")}
-
-
 def keys(model):
     return [*keys_of(model).values()]
 
@@ -79,37 +56,6 @@ def text_of(*patterns):
     paths = [path for pattern in patterns for path in glob.glob(pattern, root_dir=HERE)]
     paths = [path for path in paths if path != "configurator.py"]  # which has all keys
     return "".join(open(os.path.join(HERE, path)).read() for path in paths)
-
-
-# The keys with which a run has the same numbers. (Strategies, types and devices round otherwise.)
-NO_NUMBERS = set("""
-    out_dir init_from checkpoint save_interval keep_checkpoints keep_every always_save_checkpoint
-    eval_interval eval_iters eval_only log_interval wandb_log wandb_project wandb_run_name
-    tensorboard max_iters device dtype compile backend strategy shard_group_size
-    reduce_dtype wrap_min_params cpu_offload activation_checkpointing activation_offload loss_chunks
-    prefetch_blocks grad_sync loss_scale reshard_group_size""".split())
-NUMBERS = set("""
-    dataset gradient_accumulation_steps batch_size seed freeze frozen_dtype momentum learning_rate
-    weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_schedule lr_decay_iters min_lr
-    block_size dropout""".split())
-
-
-def test_config_a_resumed_run_is_told_of_each_key_that_changes_its_numbers():
-    """Each key has its answer on its own line, a fork's too."""
-    cfg, told = load_config([]), set()
-    for key in as_dict(cfg):
-        for line in differences({**as_dict(cfg), key: "other"}, cfg):
-            assert line.startswith(f"{key}=") and "(was 'other')" in line
-            told.add(key)
-    assert NUMBERS <= told and not told & NO_NUMBERS
-
-
-def test_config_a_checkpoint_of_before_lr_schedule_had_a_cosine(tmp, capsys):
-    cfg = tiny(tmp, lr_schedule="linear")
-    before = {key: value for key, value in as_dict(cfg).items() if key != "lr_schedule"}
-    source = SimpleNamespace(path="out", header=dict(config=before, model_args=asdict(cfg.sizes)))
-    start.final_config(cfg, source, True, World())
-    assert capsys.readouterr().out.endswith("of out: lr_schedule='linear' (was 'cosine')\n")
 
 
 def require_read_and_tested(keys, code, tests):
@@ -141,60 +87,40 @@ class ModelConfig:
 
 @pytest.fixture
 def other(models):
-    """other(before, after): --model=other, with another text in its file."""
-    def make(before="", after=""):
-        assert before in OTHER
-        (models / "other.py").write_text(OTHER.replace(before, after))
-        return "--model=other"
-    return make
+    (models / "other.py").write_text(OTHER)
+    return "--model=other"
 
 
 def test_config_model_brings_its_own_keys(other):
-    model = other()
-    cfg = load_config(["--batch_size=3", model, "--bias=-2", "--kind=2"])
+    cfg = load_config(["--batch_size=3", other, "--bias=-2", "--kind=2"])
     assert (cfg.model, cfg.batch_size, cfg.sizes.bias, cfg.sizes.kind) == ("other", 3, -2.0, 2)
     assert not hasattr(cfg.sizes, "n_layer")
-    for argv, said in (([model, "--kind=3"], "kind=3 .*1, 2"),
-                       ([model, "--n_layer=2"], "n_layer.*model=other"),
-                       (["--n_layer=2", model], "n_layer.*model=other"),
-                       (["--kind=2", model], "kind.*model=gpt2.*--model comes first")):
+    for argv, said in (([other, "--kind=3"], "kind=3 .*1, 2"),
+                       ([other, "--n_layer=2"], "n_layer.*model=other"),
+                       (["--n_layer=2", other], "n_layer.*model=other"),
+                       (["--kind=2"], "kind.*model=gpt2")):
         assert re.search(said, refused(load_config, argv))
 
 
-def test_config_a_key_that_the_checkpoints_model_lacks_is_refused(other, tmp_path):
-    """Else a fine-tune would go without the dropout that was asked for."""
-    other()
-    cfg = load_config(["--dropout=0.5"])
-    assert "no key dropout" in refused(with_sizes, cfg, "other", dict(block_size=8), "ckpt.pt")
-    path = tmp_path / "c.py"
-    path.write_text("model = ['other']\n")
-    assert "model=['other'] must be" in refused(load_config, [str(path)])
+@pytest.mark.parametrize("flag, model, sizes, said", [
+    # else a fine-tune would go without the dropout that was asked for
+    ("--dropout=0.5", "other", dict(block_size=8), "no key dropout"),
+    ("--n_layer=2", "gpt2", dict(n_layer=3), "pass --n_layer=3"),
+    ("--block_size=32", "gpt2", dict(block_size=16), "pass --block_size=16")])
+def test_config_what_contradicts_a_checkpoint_is_refused(other, flag, model, sizes, said):
+    assert said in refused(with_sizes, load_config([flag]), model, sizes, "ckpt.pt")
 
 
 def test_config_help_of_another_model(other, capsys):
-    train.main([other(), "--help"])
+    train.main([other, "--help"])
     text = capsys.readouterr().out
-    keys = (r"^model other\n  --block_size=8\n +context length in tokens\n"
-            r"  --bias=-1.5\n +which may\n +be negative\n  --kind=")
-    assert re.search(keys, text, re.M)
-    assert re.search(r"^  --batch_size=12$", text, re.M) and "--n_layer" not in text
+    assert "    block_size: int = 8  # context length in tokens\n" in text
+    assert "    batch_size: int = 12  # " in text and "n_layer" not in text
 
 
-@pytest.mark.parametrize("before, after, key, remedy", [
-    ("block_size: int = 8", "momentum: float = 0.5", "momentum", "rename"),
-    ("@dataclass\n", "", "model", "dataclass ModelConfig")])
-def test_config_model_with_an_odd_key_is_one_line(other, before, after, key, remedy):
-    said = refused(load_config, [other(before, after)])
-    assert said.startswith("model='other': ") and key in said and remedy in said
-
-
-@pytest.mark.parametrize("name", ["no_such_model", "json", "metrics", "", "..", "/model", "data",
+@pytest.mark.parametrize("name", ["no_such_model", "json", "", "..", "/model", "data",
                                   "tests/hybrid", "data.loader", "evil"])
 def test_config_unknown_model_is_not_imported(tmp_path, monkeypatch, capsys, name):
-    require_unknown_model(tmp_path, monkeypatch, capsys, name)
-
-
-def require_unknown_model(tmp_path, monkeypatch, capsys, name):
     """Not from a package, not from what else Python finds."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "evil.py").write_text("print('evil runs')")
@@ -202,7 +128,7 @@ def require_unknown_model(tmp_path, monkeypatch, capsys, name):
     for function, argv in ((load_config, [flag]), (train.main, [flag, "--help"])):
         said = refused(function, argv)
         assert said.startswith(f"model={name!r}: ")
-        assert f"no {name}.py beside model.py" in said or f"{name}.py lacks" in said
+        assert f"no {name}.py beside model.py" in said
     assert capsys.readouterr().out == ""
 
 
@@ -226,23 +152,6 @@ def test_config_resolve_spells_out_the_defaults(tmp, world, overrides, expected)
     assert resolve(tiny(tmp), ONE, True).strategy == "full_shard"  # torchrun of one process
 
 
-def test_config_regather_groups_divide_a_copy_and_not_the_world(tmp):
-    world = World(size=8, local_size=4)
-    keys = dict(strategy="hybrid_shard", gradient_accumulation_steps=8)
-    assert resolve(tiny(tmp, reshard_group_size=2, **keys), world, True)
-    said = refused(resolve, tiny(tmp, reshard_group_size=8, **keys), world, True)
-    assert "use a divisor of 4, from 2 on" in said
-
-
-def test_config_hybrid_in_groups_of_one_by_default_is_refused(tmp):
-    """Processes that somebody started by hand, without LOCAL_WORLD_SIZE; or nodes of one GPU."""
-    said = refused(resolve, tiny(tmp, strategy="hybrid_shard"), World(size=2), True)
-    assert "nothing would be sharded" in said and "--shard_group_size=2" in said
-    for keys in (dict(strategy="hybrid_shard", shard_group_size=1), dict(strategy="full_shard")):
-        assert resolve(tiny(tmp, **keys), World(size=2), True)
-    assert resolve(tiny(tmp, strategy="hybrid_shard"), World(), True)
-
-
 def test_config_home_is_where_a_path_says(tmp_path, monkeypatch):
     """A shell leaves the ~ of --out_dir=~/x."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -260,3 +169,134 @@ def test_config_auto_dtype_is_what_the_device_is_fast_at(tmp, monkeypatch):
     for capability, dtype in (((9, 0), "bfloat16"), ((8, 0), "bfloat16"), ((7, 5), "float16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert best_dtype(torch.device("cuda")) == dtype
+
+
+# ---------- what is refused, in all commands ------------------------------------
+
+# Below each command its mistakes, several with a ; between them, and after the | the remedy. The
+# line must name the key of the last word, or the path that it is. ODD/ has the files below, and
+# TOY stands for the keys of a small run. "load" only reads the keys, "resolve" asks what they mean
+# on two ranks, "two_ranks" trains.
+TABLE = r"""
+load
+  --n_lyaer=2; ODD/unknown.py | n_layer
+  --kind=b | --help
+  --n_layer; --n_lyaer | --key=value
+  config/none.py | No such file
+  ODD/loop.py | begins with _
+  ODD/syntax.py; ODD/exits.py | config file
+  --n_layer=twelve; --n_layer=True; --n_layer=1.5; ODD/none.py | must be of type int
+  --n_layer=0 | at least 1
+  --compile=maybe; --compile=1; ODD/truth.py | must be of type bool
+  --dropout=1.0 | below 1
+  --dtype=fp8 | 'float32'
+  --n_head=12 --n_embd=100 | multiple of n_head
+  --model=gpt2+; --model=gpt2+none | model=
+resolve TOY
+  --out_dir= | current directory
+  --strategy=single | python train.py
+  --gradient_accumulation_steps=3; --gradient_accumulation_steps=0 | multiple of 2
+  --strategy=ddp --cpu_offload=0.5; --strategy=ddp --wrap_min_params=10 | strategy=ddp
+  --strategy=ddp --prefetch_blocks=1; --strategy=ddp --reduce_dtype=bfloat16 | strategy=ddp
+  --strategy=ddp --reshard_group_size=2 | strategy=ddp
+  --strategy=full_shard --shard_group_size=2 | hybrid_shard
+  --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
+  --grad_clip=-1 | turn gradients around
+  --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
+  --activation_offload=True | --activation_checkpointing=full
+  --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full
+  --compile=True --activation_checkpointing=full --activation_offload=True | --compile=False
+  --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
+  --compile=True --loss_chunks=2 --wrap_min_params=9 | --compile=False
+  --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0
+train.py TOY
+  --strategy=full_shard | torchrun
+  --dataset=nowhere | data/prepare.py
+  --dataset=ODD/empty; --dataset=ODD/half | prepare it again
+  --dataset=ODD/beyond; --dataset=ODD/npy | fix meta.json
+  --dataset=ODD/short; --block_size=100000 | lower it
+  --freeze=nothing; --freeze=. | names look like transformer.
+  --optimizer=sdg | no sdg.py
+  --init_from=resume | no checkpoint in
+  --vocab_size=10 | tokenizer
+two_ranks TOY
+  --dataset=nowhere | data/prepare.py
+sample.py
+  --bogus; --top_k=x | argument
+  --start=FILE:/nowhere | No such file
+  --out_dir=ODD/nothing | no checkpoint in
+data/prepare.py x --tokenizer=bytes --out=ODD/new
+  --column=a ODD/body.jsonl | that has some, here body
+  ODD/bad.txt | 'utf-8' codec
+  ODD/none.txt; ODD/a.txt ODD/none.txt; ODD/*.txt; ODD/none | find any data file
+  ODD/folder | Is a directory
+  some/dataset; ./none | on the Hub
+  ODD/a.txt --val_split=validation | pass --val_split= for those
+  owner/name --val_fraction=0.1 --val_split=validation | pass --val_split= for those
+  ODD/a.txt --limit=0; ODD/a.txt --val_fraction=0; ODD/a.txt --val_fraction=1 | must be
+  ODD/a.txt --limit=x; ODD/a.txt --workers=1.5; ODD/a.txt --bogus; ODD/a.txt --chat | argument
+data/shakespeare_char/prepare.py
+  --input=ODD/a.txt | sha256
+  --input=ODD/none | --input
+  --bogus | argument
+"""
+
+FILES = {  # in latin-1
+    "unknown.py": "n_lyaer = 2", "none.py": "n_layer = None", "syntax.py": "n_layer = (",
+    "loop.py": "for i in range(3):\n    n_layer = i", "truth.py": "compile = 1",
+    "exits.py": "exit()", "a.txt": "x", "bad.txt": "abc \xff", "tokenizer.json": "{}",
+    "body.jsonl": '{"body": "x"}\n',
+    # in copies of the toy data
+    "npy/train.bin": "\x93NUMPY\1\0v\0" + 118 * " " + "\5\0\6\0" * 99,
+    "empty/train.bin": "", "half/train.bin": "\0" * 101, "short/train.bin": "\0" * 32,
+    "beyond/train.bin": "\x43\0" * 99}  # tokens of 67
+
+
+@pytest.fixture(scope="module")
+def odd(tmp, tmp_path_factory):
+    """The directory ODD."""
+    path = tmp_path_factory.mktemp("odd")
+    for name in ("nothing", "folder/train.bin"):
+        (path / name).mkdir(parents=True)
+    for name, text in FILES.items():
+        if "/" in name:
+            shutil.copytree(f"{tmp}/toy", (path / name).parent)
+        (path / name).write_text(text, "latin-1")
+    return str(path)
+
+
+def pytest_generate_tests(metafunc):
+    if "mistake" in metafunc.fixturenames:
+        metafunc.parametrize("command, mistake, remedy", rows(metafunc.module.TABLE))
+
+
+def rows(table):
+    rows, command = [], None
+    for line in table.strip().splitlines():
+        if line.startswith(" "):
+            mistakes, _, remedy = line.strip().rpartition(" | ")
+            rows += [(command, mistake, remedy) for mistake in mistakes.split("; ")]
+        else:
+            command = line
+    return rows
+
+
+def test_mistake_is_one_line(tmp, odd, tmp_path, monkeypatch, command, mistake, remedy):
+    monkeypatch.chdir(HERE)
+    toy = " ".join(arguments(tmp, tmp_path / "out", max_iters=1))
+    words = f"{command} {mistake}".replace("ODD", odd)
+    command, *argv = words.replace("TOY", toy).split()
+    if command == "load":
+        said = refused(load_config, argv)
+    elif command == "resolve":
+        said = refused(resolve, load_config(argv), World(size=2, local_size=2), True)
+    else:
+        on_two = command == "two_ranks"
+        p = Ranks(2, train.main, argv).finish(60) if on_two else script(command, *argv)
+        said = p.stderr.strip()
+        assert p.returncode == 1 and "\n" not in said, said
+    if "No module named" in said:
+        pytest.skip(said)
+    key, _, value = argv[-1].removeprefix("--").partition("=")
+    names = [key, value] if re.search("[/=]", value) else [key]
+    assert any(name in said for name in names) and remedy in said, said

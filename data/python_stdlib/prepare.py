@@ -16,15 +16,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).absolute().parents[2]))
 from data.prepare import HERE, parser_of, write_small  # noqa: E402
 
-SKIP = {
-    "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
-    "encodings", "lib2to3", "ensurepip", "turtledemo", "topics.py",
-}
+SKIP = """
+    test tests idle_test site-packages dist-packages __pycache__ encodings lib2to3 ensurepip
+    turtledemo topics.py
+""".split()
 SKIP_PREFIXES = ("config-", "lib-dynload", "_sysconfigdata")
 
 
@@ -43,20 +41,12 @@ def is_own(name):
 
 def main():
     args = parser_of(__doc__).parse_args()
-    root = sysconfig.get_paths()["stdlib"]
-    texts = [Path(path).read_bytes() for path in sources(root)]
-    val = texts[9::10]
-    if not val:
-        raise SystemExit(
-            f"{root}: has no standard library; install Python with its .py files")
+    texts = [Path(path).read_bytes() for path in sources(sysconfig.get_paths()["stdlib"])]
+    val = b"\n\n".join(texts[9::10])
     del texts[9::10]
-    write_small(
-        args.out or HERE / "python_stdlib",
-        np.frombuffer(b"\n\n".join(texts), np.uint8),
-        np.frombuffer(b"\n\n".join(val), np.uint8),
-        vocab_size=256,
-        tokenizer="bytes",
-    )
+    train = b"\n\n".join(texts)
+    out = args.out or HERE / "python_stdlib"
+    write_small(out, list(train), list(val), vocab_size=256, tokenizer="bytes")
 
 
 if __name__ == "__main__":

@@ -28,30 +28,24 @@ def main():
 
 
 def tiny_shakespeare(name, doc):
-    """Parse the command line, also data/shakespeare's: (where to write, train's text, val's)."""
+    """Parse the command line, also data/shakespeare's: (where to write, train's text, val's).
+    SystemExit if there is no network, or another text."""
     parser = parser_of(doc)
     parser.add_argument("--input", metavar="FILE", help="a local copy; no download")
     args = parser.parse_args()
-    text = download(args.input)
+    url = URL
+    if args.input:
+        url = Path(args.input).expanduser().absolute().as_uri()
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            raw = response.read()
+    except OSError as e:
+        raise SystemExit(f"{url}: {e}; get the file elsewhere and pass --input=FILE")
+    if hashlib.sha256(raw).hexdigest() != SHA256:
+        raise SystemExit(f"{url}: its sha256 is not that of tiny Shakespeare, {SHA256}")
+    text = raw.decode()
     end = int(0.9 * len(text))  # nanoGPT's: the last tenth is for validation
     return args.out or HERE / name, text[:end], text[end:]
-
-
-def download(path):
-    """The text, from a local copy if path is given. SystemExit if it is another text."""
-    source = path or URL
-    try:
-        if path:
-            raw = Path(path).expanduser().read_bytes()
-        else:
-            with urllib.request.urlopen(URL, timeout=30) as response:
-                raw = response.read()
-    except OSError as e:
-        raise SystemExit(f"{source}: {e}; get the file elsewhere and pass --input=FILE")
-    found = hashlib.sha256(raw).hexdigest()
-    if found != SHA256:
-        raise SystemExit(f"{source}: sha256 is {found}, tiny Shakespeare's is {SHA256}")
-    return raw.decode()
 
 
 if __name__ == "__main__":

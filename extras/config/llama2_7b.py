@@ -6,9 +6,9 @@
 # per GPU on 8.
 # On 8 GPUs the plan's peak is 18.4 GiB.
 # Llama-2 70B is --n_layer=80 --n_head=64 --n_kv_head=8 --n_embd=8192 --n_inner=28672, and on 8 GPUs
-# --batch_size=1 --cpu_offload=1.0 (15.0 GiB, 1,890 of the host). Llama 3 8B: --n_kv_head=8
-# --n_inner=14336 --vocab_size=128256 --rope_theta=5e5 --block_size=8192 --batch_size=1 (22.4 GiB),
-# and for a new Llama 3.1 --rope_factor=8.0 too.
+# --batch_size=1 --cpu_offload=1.0 (15.0 GiB, 1,890 of the host; with OMP_NUM_THREADS=cores / 8).
+# Llama 3 8B: --n_kv_head=8 --n_inner=14336 --vocab_size=128256 --rope_theta=5e5 --block_size=8192
+# --batch_size=1 (22.4 GiB), and for a new Llama 3.1 --rope_factor=8.0 too.
 
 out_dir = 'out-llama2-7b'
 init_from = 'meta-llama/Llama-2-7b-hf'  # accept its license there first; scratch trains a new one

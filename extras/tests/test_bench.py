@@ -5,13 +5,10 @@ extras/bench.py: its figures against each other, and against PyTorch's count of 
 """
 
 import re
-from unittest.mock import patch
 
 import pytest
-import torch
-from harness import TINY, Ranks, arguments, on_ranks, values
-from test_compile import graphs_made
-from test_tools import plain_flops
+from harness import TINY, Ranks, arguments
+from test_metrics import plain_flops
 
 from extras import bench
 
@@ -42,24 +39,3 @@ def test_bench_figures_fit_each_other_and_plain_pytorchs_count_of_flops(tmp, tmp
         assert host == pytest.approx(memory, rel=0.02) and memory > 64 and " n/a " in line
         rounding = ms / first * 0.1 / min(ms, first) + 1e-3  # of the times, and of the ratio
         assert ratio == pytest.approx(ms / first, abs=rounding)
-
-
-def case_bench(tmp, strategy):
-    """Of a bench with three sizes, where dynamo would compile a function once."""
-    argv = arguments(tmp, tmp, strategy=strategy, compile=True, gradient_accumulation_steps=1,
-                     n_layer=1)
-    with (graphs_made() as (symbols, _), torch._dynamo.config.patch(recompile_limit=1),
-          patch.object(bench, "matmul_rate", lambda *_: 1e9)):
-        bench.main([*argv, "--steps=1", "--variants=;batch_size=3;block_size=8"])
-        return symbols
-
-
-@pytest.mark.slow
-def test_bench_every_variant_has_static_graphs(tmp):
-    """Dynamo counts by function: a second size in the process would make it dynamic, whose time
-    says nothing of a run, and from the ninth on it would compile none."""
-    expected = dict(single=1, full_shard=2)  # graphs of a step
-    results = on_ranks(1, {strategy: (case_bench, dict(tmp=tmp, strategy=strategy))
-                           for strategy in expected})
-    for strategy, graphs in expected.items():
-        assert values(results, strategy) == [3 * graphs * [False]]

@@ -9,9 +9,20 @@ import importlib.util
 import os
 
 import pytest
+import torch
 from test_collectives import SHARDED, ZERO3, case, require_same
 
 LORA = dict(model="gpt2+lora", lora_rank=4, lora_alpha=6.0)
+
+
+def case_gpt2(path):
+    """Its files are transposed, and each rank takes its rows of them."""
+    from test_huggingface import loaded, open_pretrained  # only here: it needs transformers
+
+    wrapped = loaded(path, "--strategy=full_shard")
+    get = open_pretrained(path).get
+    for name, p in wrapped.named_parameters():
+        assert torch.equal(p.full_tensor(), get(f"model.{name}")), name
 
 
 @pytest.mark.slow
@@ -27,10 +38,10 @@ def test_collectives_of_extras_are_the_same_on_all_ranks(tmp, tmp_path, monkeypa
         llama=case(tmp, "llama", model="llama", n_kv_head=1, **ZERO3),
     )
     if importlib.util.find_spec("transformers"):
-        from test_huggingface import case_gpt2, make_hf  # only here: it needs transformers
+        from test_huggingface import make_hf
 
         make_hf(tmp_path / "hf", "gpt2")
-        two["huggingface"] = case_gpt2, dict(path=str(tmp_path / "hf"), **ZERO3)
+        two["huggingface"] = case_gpt2, dict(path=str(tmp_path / "hf"))
     if importlib.util.find_spec("torchao"):
         two["float8"] = case(tmp, "float8", dtype="float8", n_embd=48, **SHARDED)
     hybrid = dict(strategy="hybrid_shard", shard_group_size=2, optimizer="muon")

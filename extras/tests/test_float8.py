@@ -5,16 +5,13 @@ torchao, and is skipped without it.
     pip install torchao && python -m pytest -q extras/tests/test_float8.py
 """
 
-import importlib.util
 import os
-import sys
 from types import SimpleNamespace
 
 import formulas
 import pytest
 import torch
 from harness import (
-    DEVICES,
     arguments,
     built,
     heard,
@@ -38,17 +35,11 @@ from configurator import make_config
 from extras import float8
 from ranks import World
 
-
-def needs_torchao(test):
-    """README's command installs none, so the test is a slow one."""
-    has = importlib.util.find_spec("torchao")
-    return pytest.mark.slow(pytest.mark.skipif(not has, reason="no torchao")(test))
-
-
 SIZES = dict(n_embd=48, dtype="float8")  # multiples of 16, as float8 products want them
 RUNS = {
+    "ddp": dict(strategy="ddp"),
     "full_shard": dict(strategy="full_shard"),
-    "sharded": dict(strategy="full_shard", checkpoint="sharded"),
+    "sharded": dict(strategy="full_shard", checkpoint="sharded", cpu_offload=0.5),
     "options": dict(strategy="shard_grad_op", activation_checkpointing="full",
                     wrap_min_params=3000, freeze=r"wte|h\.0\.mlp", optimizer="muon"),
 }
@@ -56,6 +47,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp):
+    pytest.importorskip("torchao")
     cases = {dtype: (case_mechanisms, dict(tmp=tmp, dtype=dtype))
              for dtype in ("float8", "bfloat16")}
     for name, keys in RUNS.items():
@@ -82,7 +74,7 @@ def case_mechanisms(tmp, dtype):
         formula=formulas.traffic(run.model, run.cfg, run.world)["all_gather", 2])
 
 
-@needs_torchao
+@pytest.mark.slow  # it needs torchao
 def test_float8_gathers_one_byte_an_element(ranks):
     """The blocks' matrices, forward and backward; biases, norms and the root in bf16."""
     eight, sixteen = (values(ranks, dtype)[0] for dtype in ("float8", "bfloat16"))
@@ -97,22 +89,22 @@ def test_float8_gathers_one_byte_an_element(ranks):
     assert eight["reduced"] == sixteen["reduced"] + 1  # all scales at once, beside clipping's norm
 
 
-@needs_torchao
+@pytest.mark.slow  # it needs torchao
 @pytest.mark.parametrize("name", RUNS)
 def test_float8_trains_as_bf16_does(tmp, ranks, name):
     ours = [r["loss"] for r in values(ranks, name)[0]]
-    keys = {**SIZES, **RUNS[name], "strategy": "single", "wrap_min_params": 0}
+    single_keys = dict(strategy="single", wrap_min_params=0, cpu_offload=0.0)
+    keys = {**SIZES, **RUNS[name], **single_keys}
     single = run_training(tmp, "f8-single-" + name, **keys)
     bf16 = [r["loss"] for r in run_training(tmp, "bf16-" + name, **{**keys, "dtype": "bfloat16"})]
     assert ours == pytest.approx([r["loss"] for r in single], rel=2e-3)
     assert ours == pytest.approx(bf16, rel=2e-3) and ours != bf16
 
 
-@needs_torchao
-@pytest.mark.parametrize("name", ["full_shard", "sharded"])
-def test_float8_checkpoints_are_plain_and_go_on_in_any_dtype(tmp, ranks, name):
-    values(ranks, name)
-    out = os.path.join(tmp, "f8-" + name)
+@pytest.mark.slow  # it needs torchao
+def test_float8_checkpoints_are_plain_and_go_on_in_any_dtype(tmp, ranks):
+    values(ranks, "sharded")
+    out = os.path.join(tmp, "f8-sharded")
     source = checkpoint.find(out, World())
     for key in source.shapes:
         t = source.whole(key)
@@ -132,31 +124,23 @@ def test_float8_is_for_the_blocks_matrices_that_fit():
     assert float8.linears(SimpleNamespace(blocks=one)) == [one[2]]
 
 
-@pytest.mark.parametrize("device, ranks, keys, said", [
-    ("cpu", 2, {}, "pip install torchao"), ("cpu", 0, {}, "pip install torchao"),
-    ("cuda", 2, {}, "--dtype=bfloat16"), ("mps", 2, {}, "--dtype=bfloat16"),
-    # In backward a product sums over the tokens, and a GPU's wants multiples of 16.
-    ("cpu", 2, dict(block_size=15), "batch_size x block_size"),
+@pytest.mark.parametrize("ranks, keys, said", [
     # torchao gathers no padding: NCCL would wait for bytes that nobody sends.
-    ("cpu", 5, {}, "5 ranks do not divide the 192 rows of transformer.h.0.attn.c_attn"),
-    ("cpu", 10, dict(strategy="hybrid_shard", shard_group_size=2), "pip install torchao"),
-    ("cpu", 32, {}, "pip install torchao")])
-def test_float8_is_refused_where_it_cannot_be(monkeypatch, device, ranks, keys, said):
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # the last line that it would say
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    strategy = dict(strategy="full_shard" if ranks else "single")
-    cfg = make_config({**strategy, **dict(batch_size=2, block_size=16), **keys})
-    world = World(size=ranks, device=torch.device(device))
+    (5, {}, "5 ranks do not divide the 192 rows of transformer.h.0.attn.c_attn"),
+    (10, dict(strategy="hybrid_shard", shard_group_size=5), "5 ranks do not divide"),
+    (2, dict(cuda_graph=True), "cuda_graph")])
+def test_float8_is_refused_where_it_would_go_wrong_silently(ranks, keys, said):
+    cfg = make_config({"strategy": "full_shard", **keys})
+    world = World(size=ranks)
     assert said in refused(float8.convert, plain_gpt(n_embd=64, n_head=2), cfg, world)
 
 
-@needs_torchao
-@pytest.mark.parametrize("device", DEVICES[1])
-def test_cuda_trains_in_float8(tmp, device):
-    is_real = device == "cuda" and torch.cuda.is_available()
-    if is_real and torch.cuda.get_device_capability() < (8, 9):
+@pytest.mark.slow  # it needs torchao
+def test_cuda_trains_in_float8(tmp):
+    pytest.importorskip("torchao")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no float8")
     losses, *_ = plain_training(tiny(tmp, n_embd=SIZES["n_embd"]))
-    results = on_ranks(1, trainings(tmp, device, {"float8": dict(SIZES, strategy="full_shard")}))
+    results = on_ranks(1, trainings(tmp, "cuda", {"float8": dict(SIZES, strategy="full_shard")}))
     [rows] = values(results, "float8")
     assert [loss for loss, _ in rows] == pytest.approx(losses, rel=2e-2)

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import HERE, refused
-from test_data import (
+from test_hf_tokenizer import make
+from test_prepare import (
     files_of,
     gpt2_or_skip,
     run_prepare,
@@ -21,11 +22,9 @@ from test_data import (
     starts_until_done,
     write_jsonl,
 )
-from test_hf_tokenizer import make
 
 from data import prepare as prepare_py
 from data.documents import render
-from data.files import open_masks, open_split
 from data.tokenizer import encoder, gpt2_bpe
 from extras import masks
 
@@ -38,11 +37,28 @@ def job(own, **options):
     return masks.Masked(args, own)
 
 
-def require_masks_of_a_column(own, size_of, begins=0, ends=False):
-    """A token that has one of the column's characters is learned. The end, if it follows them.
+OF_FILES = dict(  # {name: the tokenizer in a file}
+    file={},
+    untrimmed=dict(trim=False),
+    ends=dict(last="<|im_end|>"),  # as Gemma's may
+    spaces=dict(learned=["sun  \n\n  the", "A:  "]),
+)
 
-    size_of: function of a token, its length in bytes. begins: how many tokens the tokenizer puts
-    before a text. ends: does it end a text itself?"""
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2", *OF_FILES])
+def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeypatch, name):
+    """A token that has one of the column's characters is learned. The end, if it follows them."""
+    if name == "gpt2":
+        gpt2_or_skip(monkeypatch)
+    is_file = name in OF_FILES
+    hf = make(tmp_path, **OF_FILES[name]) if is_file else None
+    own = encoder(str(tmp_path) if is_file else name)
+
+    def size_of(token):
+        if is_file:
+            return len(hf.id_to_token(token))
+        return 1 if name == "bytes" else len(gpt2_bpe().decode_single_token_bytes(token))
+
     texts = ["", "caf\u00e9 ", "\U0001f31e\U0001f31e sun", "\n\n", " the sun"]
     for a, b in itertools.product(texts, texts):
         row = dict(q=a, a=b)
@@ -54,35 +70,16 @@ def require_masks_of_a_column(own, size_of, begins=0, ends=False):
                 continue
             tokens = masked.encode(masked.document(row, ""), own)
             ids = [*own.encode(text)]
-            assert tokens["token"].tolist() == ids + (not ends) * [own.end]
+            assert tokens["token"].tolist() == ids + (name != "ends") * [own.end]
             assert tokens["learned"][-1] == at_the_end
             chars = [i for i, char in enumerate(text) for _ in char.encode()]  # of each byte
             start = len(template.split("{a}")[0].format(**row))
             at = 0
-            for token, learned in tokens.tolist()[begins:-1]:
+            for token, learned in tokens.tolist()[is_file:-1]:  # a file's begins with <s>
                 mine = chars[at:at + size_of(token)]
                 assert learned == any(start <= i < start + len(b) for i in mine), (text, at)
                 at += len(mine)
             assert at == len(chars)
-
-
-@pytest.mark.parametrize("name", ["bytes", "gpt2", "file", "untrimmed", "spaces", "ends"])
-def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeypatch, name):
-    """A file's tokenizer may say where a token stands without its spaces, and may end a text
-    itself, as Gemma's may."""
-    def size_of(token):
-        return 1 if name == "bytes" else len(gpt2_bpe().decode_single_token_bytes(token))
-
-    if name == "gpt2":
-        gpt2_or_skip(monkeypatch)
-    if name in ("bytes", "gpt2"):
-        require_masks_of_a_column(encoder(name), size_of)
-        return
-    kinds = dict(untrimmed=dict(trim=False), ends=dict(last="<|im_end|>"), spaces=dict(
-        learned=["sun  \n\n  the", "A:  "]))
-    hf = make(tmp_path, **kinds.get(name, {}))
-    require_masks_of_a_column(encoder(str(tmp_path)), lambda token: len(hf.id_to_token(token)),
-                              begins=1, ends=name == "ends")
 
 
 def documents_of(directory, split, window):
@@ -90,24 +87,21 @@ def documents_of(directory, split, window):
     paths = sorted(directory.glob(f"*{split}*.bin"))
     tokens = [np.fromfile(path, np.uint16, offset=1024 * ("x_" in path.name)) for path in paths]
     masks = [np.fromfile(path.with_suffix(".mask"), np.uint8) for path in paths]
-    assert list(map(len, tokens)) == list(map(len, masks))
     more = int(window > 1)  # for the last window's last target
     assert not any(mask[len(mask) - more:].any() for mask in masks)
-    files = open_split(directory, split)  # prepare.json counts as many
-    assert [mask.tolist() for mask in open_masks(files)] == [mask.tolist() for mask in masks]
     return [np.concatenate([part[:len(part) - more] for part in both]) for both in (tokens, masks)]
 
 
 @pytest.mark.parametrize("window", [1, 32])
 def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_path, monkeypatch,
                                                                           capfd, window):
-    monkeypatch.setattr(prepare_py, "CHUNK", 500)
+    monkeypatch.setattr(prepare_py, "CHUNK", 2000)
     monkeypatch.setattr(prepare_py, "MANY", 1)
     rows = [{"q": f"what is {i}?" * (1 + i % 3), "a": "xyz" * i} for i in range(60)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     out = tmp_path / "out"
     argv = ["x", path, "--tokenizer=bytes", "--template=Q: {q} A: {a}", "--learn=a",
-            "--shard_tokens=1500", "--val_fraction=0.3", "--workers=1"]
+            "--shard_tokens=3000", "--val_fraction=0.3", "--workers=1"]
     argv += [f"--window={window}"] * (window > 1)
     run_prepare([*argv, f"--out={tmp_path}/whole"], masks.main)
     share = re.search(r"\S+% of the tokens are learned", capfd.readouterr().out)[0]
@@ -129,13 +123,15 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
             seen.append({"q": prompt.decode()[3:], "a": answer.decode()})
             at += size
     assert sorted(seen, key=rows.index) == rows[1:]  # the first has an empty answer
+    if window == 1:
+        return
 
     argv.append(f"--out={out}")
     kills, said = starts_until_done(argv, tmp_path / "workers", capfd, main=masks.main)
-    assert files_of(out) == expected and kills > 15 and share in said
+    assert files_of(out) == expected and kills > 10 and share in said
     assert "learn" in refused(run_prepare, [*argv, "--learn=q"], masks.main)
     plain = [one for one in argv if "learn" not in str(one) and "window" not in str(one)]
-    assert "another " in refused(run_prepare, plain)
+    assert "learn" in refused(run_prepare, plain)
 
     run_prepare(argv, masks.main)  # it is done, and says so
     for path in out.glob("*.mask"):
@@ -157,8 +153,7 @@ def test_few_windows_are_cut_at_a_window(tmp_path, capsys):
 def test_learn_of_two_columns_leaves_a_row_out_if_the_last_is_empty():
     own = encoder("bytes")
     masked = job(own, template="{a}|{b}|{c}.", learn="a,c")
-    for empty in ("", " \n"):
-        assert masked.document(dict(a="xx", b="yyyy", c=empty), "") is None
+    assert masked.document(dict(a="xx", b="yyyy", c=" \n"), "") is None
     tokens = masked.encode(masked.document(dict(a="xx", b="yyyy", c="zz"), ""), own)
     assert tokens["token"].tolist() == [*b"xx|yyyy|zz.", 256]
     assert tokens["token"][tokens["learned"] == 1].tolist() == [*b"xxzz"]
@@ -180,19 +175,10 @@ LLAMA3 = "{{ bos_token }}" + CHATML.replace("{{ m.content }}", "{{ m.content | t
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
-# As Qwen3's: the last turn says that it thought of nothing, earlier ones do not.
-THINKS = CHATML.replace(
-    "{{ m.content }}",
-    "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}")
 TEMPLATES = {  # name: (template, what is learned of an answer, parts of the tokenizer)
-    "chatml": (CHATML, "{}<|im_end|>", {}),
     "generation": (GENERATION, "{}<|im_end|>", dict(trim=False)),
     "llama3": (LLAMA3, "{}<|im_end|>", dict(end="</s>")),
     "mistral": (MISTRAL, " {}</s>", dict(metaspace=True, end="</s>")),
-    "thinks": (THINKS, "<think></think>{}<|im_end|>", {}),
-    # It asks for a turn that it does not write, as some that think do; or ends it with no token.
-    "forgets": (CHATML.replace("assistant\n{%", "assistant\n<think>{%"), "", {}),
-    "endless": (CHATML.replace("<|im_end|>", ""), "", {}),
 }
 
 
@@ -217,10 +203,6 @@ def test_special_tokens_of_chats_are_transformers_and_only_answers_are_learned(
     page = Path(HERE, "docs/data.md").read_text()
     recipe = re.search(r"^```python\n(import json.*?)^```", page, re.M | re.S)[1]
     recipe = recipe.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "t"))
-    if not learned:
-        with pytest.raises(AssertionError, match="Me:"):
-            exec(recipe, {})
-        return
     exec(recipe, {})
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 3

@@ -14,8 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import (
-    HERE,
-    Ranks,
     built,
     flags,
     launch,
@@ -30,11 +28,10 @@ from harness import (
 )
 from test_hf_tokenizer import make
 from test_huggingface import make_hf
+from test_prepare import run_prepare
 from torch.nn import functional as F
 
 import checkpoint
-import fsdp
-import sample
 import train
 from configurator import load_config, resolve
 from data.files import open_tokens
@@ -68,71 +65,6 @@ def case_bf16_rotation(tmp):
     return sorted({tuple(str(t.dtype) for t in call.args) for call in rotate.call_args_list})
 
 
-def test_llama_angles_stay_fp32_in_bf16(tmp):
-    """Also where FSDP casts what a block gets. And a turn is computed in fp32."""
-    results = on_ranks(2, {"bf16": (case_bf16_rotation, dict(tmp=tmp))})
-    for seen in values(results, "bf16"):
-        assert seen == [["torch.bfloat16", "torch.float32", "torch.float32"]]
-    config = plain_model(tiny(tmp, model="llama")).config
-    x = torch.randn(1, 1, 500, 64).bfloat16()
-    cos, sin = llama.rotation(1500, 500, 64, config, "cpu")
-    a, b = x.double().chunk(2, -1)
-    turned = torch.view_as_real(torch.complex(a, b) * torch.complex(cos, sin).to(torch.cdouble))
-    expected = torch.cat(turned.unbind(-1), -1).bfloat16()
-    assert (llama.rotate(x, cos, sin) != expected).float().mean() < 0.01  # rounded once
-
-
-def test_llama_attention_gets_bf16_where_autocast_runs_rmsnorm_in_fp32(tmp):
-    """As CUDA's does: fp32 queries would leave flash attention. Without it, in float16 or fp32,
-    heads are not grouped: PyTorch would keep T x T scores."""
-    model = plain_model(tiny(tmp, model="llama", qk_norm=True))
-    norm = F.rms_norm
-    with (patch.object(F, "rms_norm", lambda x, *args: norm(x.float(), *args)),
-          patch.object(llama, "attend_in_groups", side_effect=attend_in_groups) as attention,
-          torch.autocast("cpu", torch.bfloat16)):
-        model(IDX, IDX)
-    seen = {t.dtype for call in attention.call_args_list for t in call.args}
-    assert seen == {torch.bfloat16}
-    for dtype, heads in ((torch.bfloat16, 2), (torch.float16, 6), (torch.float32, 6)):
-        q, k = torch.randn(2, 6, 300, 10).to(dtype), torch.randn(2, 2, 300, 10).to(dtype)
-        with patch.object(F, "scaled_dot_product_attention") as kernel:
-            attend_in_groups(q, k, k)
-        assert kernel.call_args.args[1].size(1) == heads
-
-
-def test_llama_initial_values_and_norms(tmp):
-    sizes = dict(n_embd=192, n_inner=512, qk_norm=True, qkv_bias=True, norm_eps=1e-3)
-    model = plain_model(tiny(tmp, model="llama", **sizes))
-    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.RMSNorm)} == {1e-3}
-    for name, p in model.named_parameters():
-        if p.dim() == 1:
-            assert (p == name.endswith("norm.weight")).all()
-        else:
-            std = 0.02 / 6**0.5 if re.search("o_proj|down_proj", name) else 0.02
-            assert abs(p.std().item() / std - 1) < 0.05, name
-    with pytest.raises(ValueError):  # rotary positions have no end, so nothing else would say it
-        model(torch.zeros(1, model.config.block_size + 1, dtype=torch.long))
-
-
-SEVENTY = "--n_layer=80 --n_head=64 --n_kv_head=8 --n_embd=8192 --n_inner=28672"
-
-
-@pytest.mark.parametrize("flags, millions, per_block", [
-    ("", 6738.4, ["mlp"]),
-    (SEVENTY, 68976.6, ["self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])])
-def test_llama_units_by_size_are_the_published_wrapping(flags, millions, per_block):
-    """FSDP1's size_based_auto_wrap_policy with 100,000,000 on Llama 2, as its users print it; and
-    the published numbers of parameters."""
-    cfg = load_config([os.path.join(HERE, "extras", "config", "llama2_7b.py"), *flags.split()])
-    with torch.device("meta"):
-        model = llama.Model(cfg.sizes)
-    names = {module: name for name, module in model.named_modules()}
-    expected = [f"model.layers.{i}.{part}" for i in range(cfg.sizes.n_layer) for part in per_block]
-    units = [names[unit] for unit in fsdp.find_units(model, model.blocks, 100_000_000)]
-    assert units == ["model.embed_tokens", *expected, "lm_head"]
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
-
-
 def case_memory(path):
     """(growth of this process's peak while it loads, the largest parameter, all), in bytes."""
     world = setup("cpu", "auto")
@@ -149,18 +81,60 @@ def case_memory(path):
     return growth, max(sizes), sum(sizes)
 
 
-@pytest.mark.parametrize("dtype, limit", [("float32", 1.7), ("bfloat16", 2.25)])
-def test_llama_loading_takes_the_memory_of_one_tensor(tmp_path, dtype, limit):
-    """In fp32, and of this rank's half; a file in bf16 is mapped, and cast on rank 0 only."""
+@pytest.fixture(scope="module")
+def two_ranks(tmp, tmp_path_factory):
+    path = tmp_path_factory.mktemp("large")
     sizes = dict(hidden_size=512, intermediate_size=1024, vocab_size=40000, num_attention_heads=4)
-    model = make_hf(tmp_path / "small", "llama3", **sizes)
-    model.to(getattr(torch, dtype)).save_pretrained(tmp_path, max_shard_size="100MB")
-    assert os.path.exists(tmp_path / "model.safetensors.index.json") == (dtype == "float32")
-    cases = {"memory": (case_memory, dict(path=str(tmp_path)))}
-    results = values(on_ranks(2, cases), "memory")
-    for (growth, largest, whole), most in zip(results, (limit, 1.7)):
+    model = make_hf(path / "small", "llama3", **sizes)
+    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="100MB")
+    return on_ranks(2, {"rotation": (case_bf16_rotation, dict(tmp=tmp)),
+                        "memory": (case_memory, dict(path=str(path)))})
+
+
+def test_llama_loading_takes_the_memory_of_one_tensor(two_ranks):
+    """In fp32, and of the file's, in bf16, which is mapped."""
+    for growth, largest, whole in values(two_ranks, "memory"):
         assert whole > 2 * largest > 160e6
-        assert growth <= most * largest
+        assert growth <= 2.25 * largest
+
+
+def test_llama_angles_stay_fp32_in_bf16(tmp, two_ranks):
+    """Also where FSDP casts what a block gets. And a turn is computed in fp32."""
+    for seen in values(two_ranks, "rotation"):
+        assert seen == [["torch.bfloat16", "torch.float32", "torch.float32"]]
+    config = plain_model(tiny(tmp, model="llama")).config
+    x = torch.randn(1, 1, 500, 64).bfloat16()
+    cos, sin = llama.rotation(1500, 500, 64, config, "cpu")
+    a, b = x.double().chunk(2, -1)
+    turned = torch.view_as_real(torch.complex(a, b) * torch.complex(cos, sin).to(torch.cdouble))
+    expected = torch.cat(turned.unbind(-1), -1).bfloat16()
+    assert (llama.rotate(x, cos, sin) != expected).float().mean() < 0.01  # rounded once
+
+
+def test_llama_attention_gets_bf16_where_autocast_runs_rmsnorm_in_fp32(tmp):
+    """As CUDA's does: fp32 queries would leave flash attention."""
+    model = plain_model(tiny(tmp, model="llama", qk_norm=True))
+    norm = F.rms_norm
+    with (patch.object(F, "rms_norm", lambda x, *args: norm(x.float(), *args)),
+          patch.object(llama, "attend_in_groups", side_effect=attend_in_groups) as attention,
+          torch.autocast("cpu", torch.bfloat16)):
+        model(IDX, IDX)
+    seen = {t.dtype for call in attention.call_args_list for t in call.args}
+    assert seen == {torch.bfloat16}
+
+
+def test_llama_initial_values_and_norms(tmp):
+    sizes = dict(n_embd=192, n_inner=512, qk_norm=True, qkv_bias=True, norm_eps=1e-3)
+    model = plain_model(tiny(tmp, model="llama", **sizes))
+    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.RMSNorm)} == {1e-3}
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == name.endswith("norm.weight")).all()
+        else:
+            std = 0.02 / 6**0.5 if re.search("o_proj|down_proj", name) else 0.02
+            assert abs(p.std().item() / std - 1) < 0.05, name
+    with pytest.raises(ValueError):  # rotary positions have no end, so nothing else would say it
+        model(torch.zeros(1, model.config.block_size + 1, dtype=torch.long))
 
 
 # ---------- from one Hugging Face directory to another ------------------------
@@ -168,12 +142,6 @@ def test_llama_loading_takes_the_memory_of_one_tensor(tmp_path, dtype, limit):
 
 SENTENCES = [f"the {a} {b} {c} the {d}" for a in ("quick", "lazy", "old") for b in ("fox", "dog")
              for c in ("sees", "hears") for d in ("cat", "sun", "sea", "hill")]
-
-
-def prepare(source, out, tokenizer, *argv):
-    p = script("data/prepare.py", "x", source, f"--out={out}", f"--tokenizer={tokenizer}",
-               *argv, HF_HUB_OFFLINE="1")
-    assert p.returncode == 0, p.stderr
 
 
 def val_loss(model, data):
@@ -194,13 +162,11 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     transformers.GenerationConfig(eos_token_id=[end, 7], max_new_tokens=9).save_pretrained(hf_dir)
     chats = "".join(json.dumps(dict(q=s, a=s[::-1])) + "\n" for s in SENTENCES)
     (tmp_path / "chats.jsonl").write_text(chats)
-    prepare(tmp_path / "chats.jsonl", tmp_path / "made", hf_dir, r"--template=Q: {q}\nA: {a}",
-            "--val_fraction=0.2")
+    run_prepare(["x", tmp_path / "chats.jsonl", f"--out={tmp_path}/made", f"--tokenizer={hf_dir}",
+                 r"--template=Q: {q}\nA: {a}", "--val_fraction=0.2"])
     os.rename(tmp_path / "made", data)  # it is whole without the model's directory
-    both = [open_tokens(data / f"{split}.bin").tolist() for split in ("train", "val")]
-    expected = [hf.encode(f"Q: {s}\nA: {s[::-1]}").ids + [end] for s in SENTENCES]
-    assert sorted(sum(both, [])) == sorted(sum(expected, []))
-    assert both[0][:len(expected[0])] == expected[0]
+    first = hf.encode(f"Q: {SENTENCES[0]}\nA: {SENTENCES[0][::-1]}").ids + [end]
+    assert open_tokens(data / "train.bin")[:len(first)].tolist() == first
     assert read_meta(data) == {"vocab_size": hf.get_vocab_size(), "tokenizer": "tokenizer.json"}
 
     run = dict(dataset=data, out_dir=out, init_from=hf_dir, block_size=32, batch_size=2,
@@ -225,8 +191,7 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     for file in ("generation_config.json", "tokenizer_config.json", "tokenizer.json",
                  "chat_template.jinja"):
         assert (back / file).read_text() == (hf_dir / file).read_text()
-
     for source in (f"--out_dir={out}", f"--init_from={back}"):  # it has a tokenizer too
-        p = Ranks(1, sample.main, [source, "--num_samples=1", "--max_new_tokens=20",
-                                   "--dtype=float32", "--start=the quick fox"]).finish()
+        p = script("sample.py", source, "--num_samples=1", "--max_new_tokens=20",
+                   "--dtype=float32", "--start=the quick fox")
         assert p.returncode == 0 and p.stdout.startswith("the quick fox"), p.stderr

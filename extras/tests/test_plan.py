@@ -1,5 +1,6 @@
 """
-plan/ against other ways to know: what a step holds, what it sends, and its time by hand.
+plan/ against other ways to know: what a step holds, what it sends, and its time by hand. And the
+count of a real step's bytes, memory.py, by hand.
 
     python -m pytest -q extras/tests/test_plan.py
 
@@ -19,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, built, heard, on_ranks, steps, tiny, values
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,8 +28,9 @@ import fsdp
 import train
 from configurator import STRATEGIES, load_config
 from extras import plan
+from extras.memory import MemoryTracer
 from extras.plan import timing
-from extras.plan.rehearse import KINDS, Event, rehearse
+from extras.plan.rehearse import COLLECTIVES, KINDS, Event, rehearse
 from optimizer import LossScaler
 
 pytestmark = pytest.mark.slow
@@ -47,21 +48,6 @@ def placed(size, *argv):
     """(cfg, World) for `size` GPUs."""
     cfg = load_config([*SMALL, f"--gradient_accumulation_steps={size}", *argv])
     return plan.place(replace(cfg, strategy=cfg.strategy or "full_shard"), size, MACHINE)
-
-
-def row(size, *argv):
-    """plan's; its columns add up to its peak."""
-    one = plan.plan(*placed(size, *argv), MACHINE)
-    assert sum(one[kind] for kind in KINDS[1:]) == one["peak"]
-    assert one["peak"] == one["timeline"][:, 1:].sum(axis=1).max()
-    return one
-
-
-def state(one):
-    """{kind: bytes on the device} of a row before the optimizer's step."""
-    start = dict((where, n) for n, where in one["marks"])["optimizer"]
-    kinds = ("parameters", "gradients", "optimizer")
-    return {kind: one["timeline"][start, KINDS.index(kind)] for kind in kinds}
 
 
 def step_of(cfg):
@@ -114,22 +100,35 @@ def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
         assert at["host"] == pytest.approx(state, rel=0.02, abs=counters)
 
 
-def allocated(cfg, world):
-    """Bytes at the peak of a real step's second, over what there was before it, as PyTorch's
-    profiler heard from the CPU's allocator: rank 0's own, in a group that sends nothing."""
+def test_memory_is_of_storages_that_live():
+    """A view adds nothing, and a freed or emptied storage counts no more."""
+    weight = torch.ones(64, 32)
+    with MemoryTracer() as tracer:
+        x = torch.ones(16, 64)
+        y = x @ weight
+        first = y[0]
+        del x
+        first.add_(1)
+        weight.untyped_storage().resize_(0)
+        first.add_(1)
+    x_size, weight_size, y_size = 16 * 64, 64 * 32, 16 * 32
+    whole = x_size + weight_size + y_size
+    numbers = [x_size, whole, whole, weight_size + y_size, y_size]
+    assert tracer.bytes == [4 * n for n in numbers]
+
+
+def live(cfg, world):
+    """(bytes at the peak, {kind of collective: how many}) of the second of two real steps: rank
+    0's own, in a group that sends nothing."""
     # torch 2.13 makes no gloo group, such as the patient one, beside a fake one.
-    with fake_group(world), patch.object(train, "patient_barrier"):
+    with fake_group(world), patch.object(train, "patient_barrier"), MemoryTracer() as tracer:
         wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world)
         work = train.micro_batch(wrapped, cfg, world)
-        train.train_step(wrapped, optimizer, *step_of(cfg), 0, cfg, world, work)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            train.train_step(wrapped, optimizer, *step_of(cfg), 1, cfg, world, work)
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+        for step in range(2):  # the first makes the optimizer's state
+            tracer.clear()
+            train.train_step(wrapped, optimizer, *step_of(cfg), step, cfg, world, work)
+    kinds = {name.replace(".", "::"): kind for name, (kind, *_) in COLLECTIVES.items()}
+    return max(tracer.bytes), {kinds[name]: n for name, n in tracer.collectives.items()}
 
 
 def tracked(cfg, world):
@@ -158,12 +157,9 @@ def tracked(cfg, world):
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-@pytest.mark.parametrize("size, argv", [
-    (8, []), (512, WIDE), (8, ["--strategy=shard_grad_op", *WIDE]), (16, [*HYBRID, *WIDE]),
-    (8, ["--activation_checkpointing=selective"]), (8, ["--freeze=mlp"])])
-def test_plan_rehearsal_is_pytorchs_tracker(size, argv):
+def test_plan_rehearsal_is_pytorchs_tracker():
     """Few symbols: the blocks, not the logits, are what is compared."""
-    cfg, world = placed(size, "--vocab_size=1024", *argv)
+    cfg, world = placed(512, "--vocab_size=1024", *WIDE)
     with fake_group(world):
         expected = tracked(cfg, world)
     assert rehearse(cfg, world)[0].sum(axis=1).max() == pytest.approx(expected, rel=0.01)
@@ -171,42 +167,31 @@ def test_plan_rehearsal_is_pytorchs_tracker(size, argv):
 
 @pytest.mark.parametrize("size, argv", [
     (1, ["--strategy=single", "--dtype=float32"]), (1, ["--strategy=single", "--dtype=bfloat16"]),
-    (8, []),
+    (8, ["--freeze=mlp", "--activation_checkpointing=selective"]),
     (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16"]),
-    (16, [*HYBRID, "--gradient_accumulation_steps=32"]),
-    (8, ["--optimizer=muon"])])
-def test_plan_peak_is_a_real_steps(size, argv):
+    (16, [*HYBRID, "--gradient_accumulation_steps=32"]), (8, ["--optimizer=muon"])])
+def test_plan_peak_and_collectives_are_a_real_steps(size, argv):
     cfg, world = placed(size, "--device=cpu", "--n_layer=2", "--vocab_size=512", "--block_size=128",
                         "--n_embd=192", *argv)
-    timeline, *_ = rehearse(cfg, world)
-    state = sum(timeline[0, KINDS.index(kind)] for kind in ["parameters", "optimizer"])
-    tokens = 4 * 128 * 8  # the batch was there before the real step
-    assert timeline.sum(axis=1).max() - state - tokens == pytest.approx(
-        allocated(cfg, world), rel=0.01)
+    timeline, _, events = rehearse(cfg, world)
+    planned = Counter()
+    for event in events:
+        if event.size:
+            planned[event.what] += event.times
+    peak, collectives = live(cfg, world)
+    assert timeline.sum(axis=1).max() == pytest.approx(peak, rel=0.01)
+    assert planned == collectives
 
 
-def test_plan_offload_separates_device_and_host():
-    none, half, all_, saved = (
-        row(8, "--vocab_size=1024", *WIDE, *more)
-        for more in ([], ["--cpu_offload=0.5"], ["--cpu_offload=1"], ["--activation_offload=True"]))
-    assert none["peak"] > half["peak"] > all_["peak"] and none["host"] == 0
-    assert set(state(all_).values()) == {0} and all_["parameters"] == all_["optimizer"] == 0
-    node = 8 * sum(state(none).values())
-    assert node <= all_["host"] <= 2 * node  # 8 ranks share a node's; copies; pinned memory
-    x = 1 * 64 * 1536 * 2
-    assert saved["host"] == 8 * 3 * 2**18 > 8 * 3 * x  # each block's input, in bf16
-    assert 0 < none["peak"] - saved["peak"] <= 3 * x
-
-
-@pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
-def test_plan_host_memory_has_what_a_sharded_save_copies(offload):
-    """12 bytes a parameter of the rank's own rows, wherever they are: here 8 ranks divide all. On
-    CPUs, where nothing is pinned, and so no size is rounded up."""
-    argv = "--vocab_size=1024", "--device=cpu", f"--cpu_offload={offload}"
-    none, saved = (row(8, *argv, f"--checkpoint={kind}") for kind in ("full", "sharded"))
+def test_plan_host_memory_is_what_is_offloaded_and_what_a_sharded_save_copies():
+    """On CPUs nothing is pinned, and so no size is rounded up. 8 ranks share a node's."""
+    argv = "--vocab_size=1024", "--device=cpu", "--n_embd=1536"
+    none, half, all_, saved = (plan.plan(*placed(8, *argv, *more), MACHINE) for more in (
+        [], ["--cpu_offload=0.5"], ["--cpu_offload=1"], ["--checkpoint=sharded"]))
     n = plan.count(train.meta_model(placed(8, *argv)[0]))
-    assert (none["host"] > 0) == (offload > 0)
-    assert saved["host"] - none["host"] == pytest.approx(12 * n, rel=1e-4)  # and AdamW's counters
+    assert none["peak"] > half["peak"] > all_["peak"] and none["host"] == 0
+    assert 16 * n <= all_["host"] <= 1.3 * 16 * n  # and a block's copies
+    assert saved["host"] == pytest.approx(12 * n, rel=1e-4)  # and AdamW's counters
 
 
 # ---------- what a step sends ----------
@@ -253,61 +238,26 @@ def test_plan_rehearsed_collectives_are_the_closed_formula(name, more):
     assert collectives == formulas.traffic(train.meta_model(cfg), cfg, world)
 
 
-def case_collectives(tmp, **keys):
-    """[(kind, ranks, bytes)] that a real step asks for, in order."""
-    run = built(tmp, **keys)
-    with heard() as calls:
-        steps(run)
-    return [(kind, ranks, size) for kind, ranks, _, size in calls]
-
-
-ORDERS = {name: dict(strategy="full_shard", dropout=0.1, **keys) for name, keys in dict(
-    plain={}, muon=dict(optimizer="muon"), offload=dict(cpu_offload=0.5, prefetch_blocks=1),
-    zero2=dict(grad_sync="last"), size=dict(wrap_min_params=2000),
-    bf16=dict(dtype="bfloat16", activation_checkpointing="full", loss_chunks=2)).items()}
-ORDERS["zero2"]["strategy"] = "shard_grad_op"
-
-
-def test_plan_events_come_in_the_order_of_a_real_step(tmp):
-    """Kind, group and bytes of every collective, one by one, of two micro-batches on 2 ranks."""
-    keys = {name: dict(keys, gradient_accumulation_steps=4) for name, keys in ORDERS.items()}
-    real = on_ranks(2, {name: (case_collectives, dict(tmp=tmp, **keys[name])) for name in keys})
-    for name in keys:
-        cfg, world = plan.place(tiny(tmp, **keys[name]), 2, MACHINE)
-        *_, events = rehearse(cfg, world)
-        planned = [[e.what, e.ranks, e.size] for e in events if e.size]
-        assert len(planned) > 8 and planned == values(real, name)[0], name
-
-
-@pytest.mark.parametrize("collectives, sent", [
-    ({("all_reduce", 16): 1600}, 3000),
-    ({("all_gather", 16): 1600, ("reduce_scatter", 16): 800, ("all_reduce", 16): 4}, 2257.5),
-    ({("all_gather", 8): 800, ("reduce_scatter", 8): 800, ("all_reduce", 2): 100}, 1500),
-    ({("all_to_all", 4): 400, ("all_to_all", 16): 160}, 450), ({("all_gather", 1): 5}, 0)])
-def test_plan_sent_bytes_are_a_rings(collectives, sent):
-    """(W - 1) / W of the buffer for a gather, a scatter or an exchange, twice that for an
-    all-reduce."""
-    events = [Event(kind, "", "", 0, 1, size, ranks)
-              for (kind, ranks), size in collectives.items()]
-    assert sum(e.sent() for e in events) == sent
+@pytest.mark.parametrize("kind, ranks, sent", [
+    ("all_reduce", 16, 3000), ("all_gather", 16, 1500), ("reduce_scatter", 2, 800),
+    ("all_to_all", 4, 1200), ("all_gather", 1, 0)])
+def test_plan_sent_bytes_are_a_rings(kind, ranks, sent):
+    """(W - 1) / W of the buffer, here 1,600 bytes; twice that for an all-reduce."""
+    assert Event(kind, "", "", 0, 1, 1600, ranks).sent() == sent
 
 
 @pytest.mark.parametrize("size, host, device, argv, fits", [
-    (16, 0, 68, [], "yes"), (16, 0, 69, [], "maybe"), (16, 0, 90, [], "maybe"),
-    (16, 0, 91, [], "no"), (16, 10, 90, [], "maybe"), (16, 11, 1, [], "no"),
-    (2, 30, 1, [], "yes"),  # two ranks on their node
+    (16, 0, 68, [], "yes"), (16, 0, 69, [], "maybe"), (16, 0, 91, [], "no"),
+    (16, 10, 90, [], "maybe"), (16, 11, 1, [], "no"), (2, 30, 1, [], "yes"),  # two on their node
     (2, 0, 34, ["--cuda_graph=True"], "yes"), (2, 0, 35, ["--cuda_graph=True"], "maybe")])
 def test_plan_fits_in_two_thirds_of_a_gpu_and_a_nodes_host_memory(size, host, device, argv, fits):
-    sizes = dict(gpu_memory=100, host_memory=80)
-    machine = SimpleNamespace(**{**vars(MACHINE), **sizes})
+    machine = SimpleNamespace(**{**vars(MACHINE), "gpu_memory": 100, "host_memory": 80})
     timeline = np.zeros((3, len(KINDS)))
     timeline[1:, :2] = (host, 1), (0, device)
-    seen = timeline, [(0, "forward"), (1, "optimizer")], []
     cfg = load_config(["--strategy=full_shard", *argv])
-    with patch.object(plan, "rehearse", lambda *args: seen):
+    with patch.object(plan, "rehearse", lambda *args: (timeline, [(0, "forward")], [])):
         one = plan.plan(*plan.place(cfg, size, machine), machine)
     assert (one["host"], one["peak"], one["fits"]) == (min(size, 8) * host, device, fits)
-    assert one["where"] == ("forward" if device == 1 else "optimizer")
 
 
 # ---------- which strategies ----------
@@ -316,16 +266,9 @@ def test_plan_fits_in_two_thirds_of_a_gpu_and_a_nodes_host_memory(size, host, de
 @pytest.mark.parametrize("size, argv, expected", [
     (1, [], "single full_shard"), (1, ["--cpu_offload=0.5"], "full_shard"),
     (8, [], "single ddp shard_grad_op full_shard"),
-    (8, ["--strategy=single"], "single ddp shard_grad_op full_shard"),
-    (16, [], "single ddp shard_grad_op full_shard hybrid_shard"),
-    (12, [], "single ddp shard_grad_op full_shard"),  # 12 are no two nodes
-    (8, ["--strategy=hybrid_shard"], "single ddp shard_grad_op full_shard hybrid_shard"),
     (16, HYBRID, "single ddp shard_grad_op full_shard hybrid_shard"),
-    (16, ["--cpu_offload=0.5"], "shard_grad_op full_shard hybrid_shard"),
-    (8, ["--wrap_min_params=9"], "shard_grad_op full_shard"),
-    (8, ["--reduce_dtype=bfloat16"], "shard_grad_op full_shard"),
-    (8, ["--grad_sync=last"], "ddp shard_grad_op full_shard"),
-    (8, ["--dtype=float8"], "single shard_grad_op full_shard")])
+    (12, [], "single ddp shard_grad_op full_shard"),  # 12 are no two nodes
+    (16, ["--cpu_offload=0.5"], "shard_grad_op full_shard hybrid_shard")])
 def test_plan_variants_are_the_strategies_that_the_keys_allow(size, argv, expected):
     todo = plan.variants(load_config(argv), size, MACHINE)
     assert [cfg.strategy for cfg, _ in todo if cfg.strategy in OURS] == expected.split()
@@ -346,8 +289,6 @@ def command(capsys, *argv):
     return capsys.readouterr().out.strip().splitlines()
 
 
-LLAMA2_7B = f"{HERE}/extras/config/llama2_7b.py"
-SEVENTY = ["--n_layer=80", "--n_head=64", "--n_kv_head=8", "--n_embd=8192", "--n_inner=28672"]
 SHALLOW = "--world_size=8", "--n_layer=4", "--block_size=512", "--n_head=16", "--n_embd=2048"
 
 
@@ -357,34 +298,8 @@ SHALLOW = "--world_size=8", "--n_layer=4", "--block_size=512", "--n_head=16", "-
 def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, taken):
     lines = command(capsys, *argv, f"--gpu_memory={gpu_memory}")
     assert (f"take --strategy={taken}, " if taken else "--loss_chunks=8") in lines[-1]
-
-
-def test_plan_units_prints_the_model_as_fsdp2_wraps_it(capsys):
-    """Llama-2 70B in units by size: as many as in LambdaLabs' guide, without the root."""
-    argv = [LLAMA2_7B, *SEVENTY, "--world_size=8", "--wrap_min_params=100000000", "--units"]
-    assert plan.main(argv) == []
-    assert "; 322 units and the root; model.embed_tokens has" in capsys.readouterr().out
-
-
-def test_plan_recipes_say_their_peak():
-    with open(LLAMA2_7B) as f:
-        said = re.search(r"^# On (\d+) GPUs the plan's peak is ([\d.]+) GiB", f.read(), re.M)
-    cfg = load_config([LLAMA2_7B])
-    one = plan.plan(*plan.place(cfg, int(said[1]), MACHINE), MACHINE)
-    assert f"{one['peak'] / GIB:.1f}" == said[2]
-
-
-@pytest.mark.parametrize("size, flags, fits", [
-    # "Without CPU offloading we'd only be able to fit a batch size of 1 per GPU."
-    (8, ["--batch_size=1"], "maybe"), (8, ["--batch_size=2"], "no"),
-    (1, ["--batch_size=8", "--cpu_offload=1.0", "--host_memory=256"], "yes")])
-def test_plan_fairseqs_13b_fits_v100s_of_32_gb(size, flags, fits):
-    """As its page on fully sharded training says, with full checkpointing, in fp16."""
-    [one] = plan.main([
-        f"{HERE}/extras/config/gpt3_13b.py", f"--world_size={size}", "--gpu=V100",
-        "--strategy=full_shard", "--checkpoint=none", f"--gradient_accumulation_steps={size}",
-        *flags])
-    assert one["fits"] == fits
+    units = command(capsys, *argv, "--units")
+    assert sum("FSDPBlock(" in line for line in units) == 1  # PyTorch folds equal ones
 
 
 # ---------- times ----------
@@ -414,28 +329,15 @@ def test_timing_a_ring_is_as_fast_as_its_slowest_link(ranks, stride, gb):
     assert timing.rate(event, H100) == gb * 1e9
 
 
-@pytest.mark.parametrize("more, waits", [
-    ([], True), (["--cuda_graph=True"], False), (["--batch_size=3000"], False)])
-def test_timing_says_where_the_gpu_may_wait_for_the_host(capsys, more, waits):
-    out = command(capsys, *SMALL, "--world_size=2", "--gpu=H100", "--strategy=ddp", *more)
-    assert any("wait for the host" in line for line in out) == waits
-
-
 def test_timing_columns_and_the_whole_run(capsys):
     argv = *TINY, "--world_size=2", "--tokens=1e9", "--strategy=full_shard", "--cpu_offload=0.5"
     lines = command(capsys, *argv, "--gpu=A100", "--mfu=0.25")
     said = "times: at 25% of the peak (--mfu), links of 235 GB/s in a node of 8, 25 between"
     assert any(line.startswith(said) for line in lines)
     assert "copies between host and GPU come on top" in lines
+    assert any("the GPU may wait for the host" in line for line in lines)
     [cells] = [line.split() for line in lines if line.startswith("full_shard ")]
     seconds, rate, mfu = (float(cell.strip("%").replace(",", "")) for cell in cells[10:13])
     assert 0 < mfu <= 25
     [hours] = re.findall(r"tokens with full_shard on 2 GPUs: ([\d.]+) hours", "\n".join(lines))
     assert float(hours) == pytest.approx(1e9 / rate / 2 / 3600, abs=0.06)
-
-
-def test_timing_full_checkpointing_runs_forward_again():
-    flags = "--gpu=H100", "--world_size=1", "--strategy=single", *SMALL
-    [none], [full] = (plan.main([*flags, f"--activation_checkpointing={kind}"])
-                      for kind in ("none", "full"))
-    assert full["s/step"] == pytest.approx(4 / 3 * none["s/step"])

@@ -24,26 +24,6 @@ def test_readme_ruff_passes():
     assert p.returncode == 0, p.stdout
 
 
-def test_ci_installs_each_package_that_a_page_names():
-    """README's command for the tests, or what .ci/run adds to it for the rest."""
-    installed = {"notebook"}  # its server; nbclient runs the notebook
-    for line in re.findall(r"pip install (.*?)(?: &&|$)", read("README.md"), re.M):
-        installed.update(line.split())
-    installed.update(re.search(r'^packages="(.*)"', read(".ci/run"), re.M)[1].split())
-    for page in [*pages(), *pages(of_extras=True)]:
-        for names in re.findall(r"`pip install (.*?)`|^pip install (.*)$", read(page), re.M):
-            for name in "".join(names).replace('"', "").split():
-                assert {name, f"{name}[hf]"} & installed, (page, name)
-
-
-def test_readme_shows_the_heart_of_minimal():
-    """Whole lines of it, in its order; dots stand for those between."""
-    block = re.search(r"^```python\n(.*?)^```", read("README.md"), re.M | re.S)[1]
-    shown = [line for line in block.splitlines() if line.strip() != "..."]
-    left = iter(read("minimal.py").splitlines())
-    assert 10 <= len(shown) <= 14 and all(line in left for line in shown)
-
-
 def test_config_every_key_is_read_and_tested():
     """A key that no code reads, or no test sets, is a defect."""
     code = text_of("[!t]*.py", "train.py", "data/*.py")

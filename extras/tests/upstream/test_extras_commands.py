@@ -11,15 +11,15 @@ import shutil
 
 import pytest
 from commands import (
-    ONE,
     SAMPLE,
     Run,
-    in_the_table,
     make_clone,
     pages,
     read,
     require_links,
+    rule_of,
     run_page,
+    shown,
     trains,
     typed,
 )
@@ -27,35 +27,23 @@ from harness import flags
 
 TUNE = dict(max_iters=2, eval_interval=2, eval_iters=9, block_size=32, batch_size=2, device="cpu",
             gradient_accumulation_steps=2, compile=False, dtype="float32", log_interval=1)
-TUNES = Run(flags(**TUNE), ranks=2, like={**ONE, **TUNE})
 
-# {page: [(how a command begins, what to do with it)]}, in the page's order
-ROWS = {
-    "extras/docs/finetuning.md": [
-        ("python chats.py", Run()),
-        ("python -m extras.masks my_chats rows.jsonl", Run()),
-        ("python train.py extras/config/finetune_smollm2.py --dataset=my_chats", TUNES),
-        ("python sample.py --out_dir=out-smollm2", SAMPLE),
-        ("python -m extras.huggingface out-smollm2 my_model", Run()),
-        ("torchrun --standalone --nproc_per_node=2 train.py extras/config/finetune_smollm2.py",
-         TUNES),
-        ("python train.py extras/config/finetune_smollm2.py --dataset=my_chats --eval_only",
-         Run(flags(**TUNE))),
-    ],
-    "extras/docs/plan.md": [
-        ("python -m extras.plan config/train_gpt2_xl.py", Run(["--n_layer=2"])),
-        ("python -m extras.plan config/quickstart.py", Run(exact="2.15")),
-        ("python -m extras.plan extras/config/llama2_7b.py", Run(["--n_layer=2"])),
-        ("python -m extras.plan extras/config/llama2_7b.py", Run(["--n_layer=2"])),
-    ],
-    "extras/docs/training.md": [
-        ("python train.py config/quickstart.py --optimizer=muon", trains(ranks=2)),
-    ],
-}
+RULES = [  # (a part of commands, what to do with them); the first that fits
+    ("chats.py", Run()),
+    ("extras.masks", Run()),
+    ("finetune_smollm2.py", Run(flags(**TUNE))),
+    ("sample.py", SAMPLE),
+    ("extras.huggingface", Run()),
+    ("extras.plan config/quickstart.py", Run(exact="2.15")),
+    ("extras.plan", Run(["--n_layer=2"])),
+    ("--optimizer=muon", trains()),
+]
 
 
-def test_commands_of_extras_are_all_in_the_table():
-    in_the_table(ROWS, pages(of_extras=True))
+def test_commands_of_extras_have_a_rule():
+    for page in pages(of_extras=True):
+        for command, _ in shown(page):
+            rule_of(command, RULES)
 
 
 @pytest.mark.parametrize("page", pages(of_extras=True))
@@ -66,10 +54,10 @@ def test_links_of_extras_point_to_what_exists(page):
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A clone of the repository, with a model and its tokenizer as the hub would have them."""
-    from test_data import write_jsonl
     from test_hf_tokenizer import make
     from test_huggingface import make_hf
     from test_learn import CHATML, chats
+    from test_prepare import write_jsonl
 
     here = make_clone(tmp_path_factory.mktemp("a reader"))
     instruct = here / "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -86,9 +74,9 @@ def clone(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ROWS)
+@pytest.mark.parametrize("page", pages(of_extras=True))
 def test_commands_of_extras_run_as_they_stand_on_the_page(clone, page):
-    run_page(clone, page, ROWS[page])
+    run_page(clone, page, RULES)
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
 """
-Masks: which tokens are learned (data/files.py), and the mean over those of a whole step.
+Masks: which tokens are learned (extras/masked.py), and the mean over those of a whole step.
 
-    python -m pytest -q tests/test_masks.py
+    python -m pytest -q extras/tests/test_masks.py
 """
 
-import functools
-import os
 import shutil
 from dataclasses import replace
 
@@ -29,6 +27,7 @@ from harness import (
 import fsdp
 import train
 from data import loader
+from extras.masked import MaskedFiles
 from optimizer import LossScaler
 from ranks import World
 
@@ -79,14 +78,6 @@ def windows_of(tmp, split):
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
-def test_targets_that_the_mask_leaves_out_are_ignored(masked):
-    x, y = windows_of(masked, "train")
-    files = loader.TokenFiles(f"{masked}/toy", "train", T, 67)
-    ours = files.batch(range(len(x), 2 * len(x)))  # in later epochs, too
-    assert torch.equal(ours[0], x) and torch.equal(ours[1], y)
-    assert files.counts.tolist() == (y != -1).sum(1).tolist()
-
-
 def test_each_shard_has_a_mask_of_its_own(masked, tmp_path):
     """Cut in two, behind a window's last target, the windows are what they were."""
     cut = 6 * T
@@ -96,30 +87,11 @@ def test_each_shard_has_a_mask_of_its_own(masked, tmp_path):
         whole[:cut + 1].tofile(tmp_path / f"x_val_1.{kind}")
         whole[cut:].tofile(tmp_path / f"x_val_2.{kind}")
     x, y = windows_of(masked, "val")
-    files = loader.TokenFiles(tmp_path, "val", T, 67)
-    ours = files.batch(range(len(files)))
+    files = MaskedFiles(tmp_path, "val", T, 67)
+    ours = files.batch(range(len(files), 2 * len(files)))  # in later epochs, too
     assert torch.equal(ours[0], x[:len(files)]) and torch.equal(ours[1], y[:len(files)])
     assert files.counts.tolist() == (y[:len(files)] != -1).sum(1).tolist()
     assert len(files.files) == 2 and len({*files.counts.tolist()}) > 2
-
-
-def test_masks_are_looked_at_where_an_evaluation_reads(tmp, tmp_path):
-    """Of its eval_iters * batch_size windows one with a target is enough, but it needs one."""
-    data = tmp_path / "toy"
-    shutil.copytree(f"{tmp}/toy", data)
-    n = 599 // T
-    first, second, *_ = loader.eval_order(n, 4)
-    assert second not in loader.eval_order(n, 2)
-    for window, accepted in ((second, True), (second + 1, False)):
-        mask = np.zeros(600, np.uint8)
-        mask[window * T + 1:][:T] = 1
-        mask.tofile(data / "val.mask")
-        np.ones(5400, np.uint8).tofile(data / "train.mask")
-        cfg = tiny(str(tmp_path), eval_iters=2, batch_size=2)
-        if accepted:
-            loader.Batches(cfg, World())
-        else:
-            assert "leaves out every token" in refused(loader.Batches, cfg, World())
 
 
 # ---------- the mean over the targets of a step -------------------------------
@@ -128,24 +100,19 @@ BIG = dict(
     eval_iters=1000, batch_size=8, gradient_accumulation_steps=1, max_iters=STEPS, bias=False)
 SMALL = dict(
     eval_iters=1000, batch_size=1, gradient_accumulation_steps=8, bias=False)
-HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
-CASES = {  # {ranks: {name: keys}}
-    1: {"big": BIG, "small": SMALL},
-    2: {f"{strategy} {sync}": dict(SMALL, strategy=strategy, grad_sync=sync)
-        for strategy in ("ddp", "shard_grad_op", "full_shard") for sync in ("every", "last")},
-    4: {f"hybrid {sync}": dict(SMALL, **HYBRID, grad_sync=sync) for sync in ("every", "last")},
+ALONE = {"big": BIG, "small": SMALL}
+ON_TWO = {
+    "chunks": dict(SMALL, strategy="full_shard", loss_chunks=3),
+    "scaled": dict(SMALL, strategy="ddp", scale=1024.0),
 }
-CASES[2]["chunks"] = dict(SMALL, strategy="full_shard", loss_chunks=3)
-CASES[2]["scaled"] = dict(SMALL, strategy="ddp", scale=1024.0)
-CASES[4]["evaluation"] = dict(SMALL, **HYBRID, batch_size=2)
+for strategy in ("ddp", "shard_grad_op", "full_shard"):
+    for sync in ("every", "last"):
+        ON_TWO[f"{strategy} {sync}"] = dict(SMALL, strategy=strategy, grad_sync=sync)
 
 
 def case_run(tmp, name, scale=0.0, **keys):
-    """[(loss, norm) of each step], or an evaluation instead. The weights before the last step
-    go to a file."""
+    """[(loss, norm) of each step]. The weights before the last step go to a file."""
     run = built(tmp, **keys)
-    if name == "evaluation":
-        return train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
     scaled = replace(run.cfg, dtype="float16", loss_scale=scale) if scale else run.cfg
     scaler = LossScaler(scaled)
     said = []
@@ -159,14 +126,17 @@ def case_run(tmp, name, scale=0.0, **keys):
     return said
 
 
+def case_evaluation(tmp):
+    run = built(tmp, **{**SMALL, "batch_size": 2}, strategy="full_shard")
+    return train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
+
+
 @pytest.fixture(scope="module")
 def results(masked):
-    @functools.cache
-    def get(world):
-        cases = {name: (case_run, dict(tmp=masked, name=name, **keys))
-                 for name, keys in CASES[world].items()}
-        return on_ranks(world, cases)
-    return get
+    cases = {name: (case_run, dict(tmp=masked, name=name, **keys))
+             for name, keys in ON_TWO.items()}
+    cases["evaluation"] = case_evaluation, dict(tmp=masked)
+    return on_ranks(2, cases)
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +147,13 @@ def plain(masked):
     return losses, norms, weights
 
 
-@pytest.mark.parametrize("world, name", [
-    (world, name) for world in CASES for name in CASES[world] if name != "evaluation"])
+@pytest.mark.parametrize("name", [*ALONE, *ON_TWO])
 def test_a_step_is_the_mean_over_its_targets_however_they_are_divided(
-        masked, results, plain, world, name):
-    ranks = values(results(world), name)
+        masked, results, plain, name):
+    if name in ALONE:
+        ranks = [case_run(masked, name, **ALONE[name])]
+    else:
+        ranks = values(results, name)
     losses, norms, expected = plain
     for said in ranks:  # the same on each
         found_losses, found_norms = zip(*said)
@@ -193,47 +165,12 @@ def test_a_step_is_the_mean_over_its_targets_however_they_are_divided(
 
 
 def test_an_evaluation_is_the_mean_over_the_targets_of_its_windows(masked, results):
-    said = values(results(4), "evaluation")
+    said = values(results, "evaluation")
     gpt = plain_gpt(bias=False)
     for split in ("train", "val"):
         with torch.no_grad():
             expected = gpt(*windows_of(masked, split))[1].item()
-        assert [losses[split] for losses in said] == pytest.approx([expected] * 4, rel=1e-6)
-
-
-def test_without_masks_every_number_is_that_of_the_mean_of_means(tmp, tmp_path):
-    """Bit for bit; a mask of ones changes nothing either. 9 micro-batches, 15 tokens: no power
-    of two hides a rounding."""
-    keys = dict(block_size=15, gradient_accumulation_steps=9, grad_clip=0.0, eval_iters=1000)
-    shutil.copytree(f"{tmp}/toy", tmp_path / "toy")
-    for split in ("train", "val"):
-        tokens = np.fromfile(tmp_path / f"toy/{split}.bin", np.uint16)
-        np.ones(len(tokens), np.uint8).tofile(tmp_path / f"toy/{split}.mask")
-    found = []
-    for path in (tmp, str(tmp_path)):
-        run = built(path, **keys)
-        evaluation = train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
-        found.append((evaluation, steps(run)))
-    assert found[0] == found[1]
-
-    model = plain_gpt(block_size=15)
-    total = torch.zeros(())
-    for micro in range(9):
-        x, y, _ = run.batches.get(0, micro)
-        loss = model(x, y)[1] / 9
-        loss.backward()
-        total += loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    assert found[0][1] == (total.item(), norm.item())
-    files = run.batches.files["val"]
-    total = weights = 0.0
-    with torch.no_grad():
-        for i in range(0, len(files), 2):
-            windows = range(i, min(i + 2, len(files)))
-            total += (model(*files.batch(windows))[1] * len(windows)).double()
-            weights += len(windows)
-    assert found[0][0]["val"] == pytest.approx((total / weights).item(), rel=1e-7)
-
+        assert [losses[split] for losses in said] == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def test_masks_that_do_not_fit_are_refused(tmp, tmp_path):
@@ -241,20 +178,14 @@ def test_masks_that_do_not_fit_are_refused(tmp, tmp_path):
     shutil.copytree(f"{tmp}/toy", data)
 
     def line(**keys):
-        return refused(loader.Batches, tiny(str(tmp_path), **keys), World())
+        return refused(loader.open_batches, tiny(str(tmp_path), **keys), World())
 
     for n in (5399, 5401):
         (data / "train.mask").write_bytes(b"\1" * n)
-        assert "train.mask" in line() and f"{n:,} bytes for 5,400 tokens" in line()
+        assert "train.mask" in line() and "one byte for each of 5,400 tokens" in line()
     (data / "train.mask").write_bytes(b"\1" * 5400)
-    (data / "val.mask").write_bytes(b"\0" * 600)
-    assert "leaves out every token" in line() and " val " in line()
-    for name in ("val", "train"):
-        os.remove(data / f"{name}.mask")
-    shutil.copy(data / "train.bin", data / "x_train_1.bin")
-    shutil.move(data / "train.bin", data / "x_train_2.bin")
-    (data / "x_train_2.mask").write_bytes(b"\1" * 5400)
-    assert "x_train_1.mask" in line()
+    assert "val.mask: it is missing" in line()
+    (data / "val.mask").write_bytes(b"\1" * 600)
+    assert loader.open_batches(tiny(str(tmp_path)), World())
     (data / "meta.json").write_text('{"vocab_size": 67, "window": 32}')
     assert "block_size=16" in line() and "--block_size=32" in line()
-    assert "x_train_1.mask" in line(block_size=32)

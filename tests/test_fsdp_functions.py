@@ -1,0 +1,478 @@
+"""
+fsdp.py function by function, on models that are not ours; and by the lines of its header and of
+docs/your_model.md. What strategies make of it: ../test_fsdp.py.
+
+    python -m pytest -q tests/test_fsdp_functions.py
+"""
+
+import copy
+import os
+import re
+import shutil
+import sys
+import textwrap
+import zlib
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import HERE, plain_gpt, python
+from nets import (
+    Net,
+    Normed,
+    Skips,
+    assert_exact,
+    backward,
+    cases,
+    distance,
+    fill,
+    gradients,
+    inputs,
+    reshard,
+    sharded,
+    square,
+)
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import checks
+import fsdp
+import test_fsdp
+from model import GPT
+
+# ---------- alone, as its header and docs/your_model.md say ---------------------
+
+
+class MyModel(nn.Module):
+    """Somebody's: PyTorch's encoder layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 36)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(36, 3, 70, dropout=0.0, batch_first=True)
+            for _ in range(4))
+        self.head = nn.Linear(36, 50)
+        self.head.weight = self.embedding.weight  # tied
+        # On the CPU, since nobody could know its values on the meta device.
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 36, device="cpu"))
+
+    def embed(self, x):
+        x = self.embedding(x) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def my_initial_value(name, shape):
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.1 + float(name.endswith("norm.weight"))
+
+
+def my_loss(logits, y):
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+def section(heading):
+    """The blocks of code in this section of docs/your_model.md."""
+    with open(os.path.join(HERE, "docs", "your_model.md")) as f:
+        text = re.search(rf"\n## {heading}\n(.*?)(\n## |\Z)", f.read(), re.S)[1]
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+def printed():
+    """The code of fsdp.py's header and of the page, for ranks that are there, on CPUs, in fp32."""
+    with open(os.path.join(HERE, "fsdp.py")) as f:
+        header = re.search(r"your own project:\n\n(.*?)\n\nA \*unit\*", f.read(), re.S)[1]
+    header = re.sub(r"^ *(torch.cuda.set_device|dist.\w+_process_group).*", "", header, flags=re.M)
+    for code in (textwrap.dedent(header), "\n".join(section("In your own project"))):
+        assert '"cuda"' in code
+        yield code.replace('"cuda"', '"cpu"').replace("torch.bfloat16", "torch.float32")
+
+
+def case_what_is_printed_shards_another_model():
+    header, page = printed()
+    batches = torch.randint(50, (3, 2, 2, 6, 8), generator=torch.Generator().manual_seed(0))
+    rank = dist.get_rank()
+    # The same training in plain PyTorch: all ranks' rows as one batch.
+    plain = MyModel()
+    for name, p in plain.named_parameters():
+        p.data.copy_(my_initial_value(name, p.shape))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for step in batches:
+        for x, y in step:
+            (my_loss(plain(x), y) / 2).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def require_equal(found, expected):
+        for one, other in zip(found, expected, strict=True):
+            assert distance([one], [other]) < 2e-5
+
+    own = [[(x[rank::2], y[rank::2]) for x, y in step] for step in batches]
+    mine = dict(MyModel=MyModel, my_initial_value=my_initial_value, my_loss=my_loss)
+    scope = dict(vars(fsdp), checks=checks, rank=rank, steps=own, seed=0, **mine)
+    exec(header, scope)
+    model, state, x = scope["model"], scope["state"], scope["x"]
+    assert abs(scope["norm"] - norm) < 1e-5 * norm
+    require_equal([scope["logits"]], [plain(x)])
+    expected = plain.state_dict()
+    assert state.keys() == expected.keys()  # the tied head and the buffer are there
+    if rank == 0:
+        require_equal([state[name] for name in expected], expected.values())
+    else:
+        assert set(state.values()) == {None}
+
+    for t in model.state_dict().values():  # all that rank 0 must send
+        (t.to_local() if isinstance(t, fsdp.DTensor) else t).zero_()
+    exec(page, scope)
+    with fsdp.inference(model):
+        require_equal([model.embed(x)], [plain.embed(x)])
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 1
+    scope["update_average"](0.9)
+    for more in (0.1, 1):
+        scope["swap_average"]()
+        require_equal(model.parameters(), [p + more for p in plain.parameters()])
+
+
+def case_running_statistics():
+    _, average_buffers = section("What goes wrong, and what to do")
+    model = sharded(Net(Normed))
+    backward(model)
+
+    def both():
+        found = [None, None]
+        dist.all_gather_object(found, model.blocks[0].norm.running_mean.tolist())
+        return torch.tensor(found)
+
+    before = both()
+    assert not torch.equal(*before)
+    exec(average_buffers, dict(model=model, dist=dist))
+    assert torch.allclose(both(), before.mean(0).expand(2, 8))
+
+
+def case_a_loss_that_is_the_mean_over_targets():
+    count_and_loss, _ = section("What goes wrong, and what to do")
+
+    def batches_of(rank):
+        y = torch.arange(8).view(2, 4)
+        y[0, 1 + rank:] = -100  # padding: 1 or 2 targets, and 4
+        return [(inputs(rank), y[0]), (inputs(rank), y[1])]
+
+    rank, plain = dist.get_rank(), Net()
+    x, y = map(torch.cat, zip(*batches_of(0), *batches_of(1)))
+    nn.functional.cross_entropy(plain(x), y).backward()
+    model = sharded(Net())
+    scope = dict(model=model, batches=batches_of(rank), dist=dist, F=nn.functional)
+    *count, loss = count_and_loss.splitlines()
+    exec("\n".join(count), scope)
+    for x, y in batches_of(rank):
+        scope.update(x=x, y=y)
+        exec(loss, scope)
+        scope["loss"].backward()
+    assert distance(gradients(model), gradients(plain)) < 1e-6
+
+
+def case_a_parameter_that_no_rank_uses():
+    def train(model, clears=False):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for model.skipped in (None, 1, 0, 1):
+            backward(model)
+            if clears and model.skipped is not None:
+                model.blocks[model.skipped].zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.parameters()
+
+    expected = [*train(Skips())]
+    assert distance(train(sharded(Skips())), expected) > 0.01
+    assert distance(train(sharded(Skips()), clears=True), expected) < 1e-6
+
+
+def test_it_needs_only_torch(tmp_path):
+    for name in ("fsdp.py", "checks.py"):
+        shutil.copy(os.path.join(HERE, name), tmp_path)
+    p = python("-c", "import checks, fsdp", cwd=tmp_path, env=dict(PYTHONPATH=""))
+    assert p.returncode == 0, p.stderr
+
+
+# ---------- units ---------------------------------------------------------------
+
+
+def test_units_by_size_are_the_innermost_that_are_large_enough():
+    """c_fc and c_proj of the MLP have 3,720 and 3,630 parameters, attention's two matrices
+    2,790 + 930 = 3,720; norms go to the root, and so does a tied embedding."""
+    gpt = plain_gpt()
+    expected = []
+    for block in gpt.blocks:
+        expected += [block.attn, block.mlp.c_fc, block.mlp.c_proj]
+    assert fsdp.find_units(gpt, gpt.blocks, 3000) == expected
+    gpt = plain_gpt(n_layer=1, n_head=2, n_embd=64, block_size=64, vocab_size=1000)
+    attn, mlp = gpt.blocks[0].attn, gpt.blocks[0].mlp
+    expected = [gpt.transformer.wpe, attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj]
+    assert fsdp.find_units(gpt, gpt.blocks, 4096) == expected
+
+
+@pytest.mark.parametrize("vocab_size, tied, is_unit", [
+    (9000, False, True), (9000, True, False), (200, False, False)])
+def test_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tied, is_unit):
+    sizes = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=vocab_size)
+    gpt = plain_gpt(GPT if tied else test_fsdp.Model, **sizes)
+    expected = [gpt.transformer.wte] * is_unit + list(gpt.blocks)
+    twice = [*gpt.blocks, gpt.blocks[0]]
+    assert fsdp.find_units(gpt, gpt.blocks) == fsdp.find_units(gpt, twice) == expected
+
+
+@pytest.mark.parametrize("n, fraction, expected", [
+    (8, 0, []), (8, 0.25, [3, 7]), (8, 0.5, [1, 3, 5, 7]), (8, 1, [*range(8)]), (3, 0.5, [1])])
+def test_units_in_host_memory_are_spread_over_the_depth(n, fraction, expected):
+    assert fsdp.evenly([*range(n)], fraction) == expected
+    assert len(fsdp.evenly(range(100), 0.29)) == 29  # 100 * 0.29 is below 29, by rounding
+
+
+def test_units_ahead_are_in_the_order_of_their_forward():
+    """Outer before inner, where units nest: find_units has them the other way round."""
+    gpt, asked = plain_gpt(), {}
+    units = [m for block in gpt.blocks[:2] for m in (block.mlp.c_fc, block.mlp, block)]
+    for unit in units:
+        unit.set_modules_to_forward_prefetch = partial(asked.setdefault, (unit, "forward"))
+        unit.set_modules_to_backward_prefetch = partial(asked.setdefault, (unit, "backward"))
+    fsdp.prefetch(gpt, units, 2)
+    ordered = [m for block in gpt.blocks[:2] for m in (block, block.mlp, block.mlp.c_fc)]
+    for i, unit in enumerate(ordered):
+        assert asked[unit, "forward"] == ordered[i + 1:i + 3]
+        assert asked[unit, "backward"] == ordered[max(0, i - 2):i][::-1]
+
+
+def test_mesh_shares_a_copy_among_neighbours():
+    """hybrid_shard: rank 5 of 8 shares a copy with rank 4, and the others have copies."""
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    try:
+        mesh = fsdp.make_mesh("cpu", shard_group_size=2)
+        assert mesh["shard"].mesh.tolist() == [4, 5]
+        assert mesh["replicate"].mesh.tolist() == [1, 3, 5, 7]
+        with pytest.raises(ValueError, match="groups of 3"):
+            fsdp.make_mesh("cpu", 3)
+    finally:
+        dist.destroy_process_group()
+
+
+def case_several_modules_may_be_one_unit():
+    """Tied ones among them, as a list."""
+    def net():
+        model = Net()
+        model.blocks[2].weight = model.blocks[0].weight
+        return model
+
+    for options in (dict(), dict(cpu_offload=0.5, prefetch_units=1)):
+        with torch.device("meta"):
+            model = net()
+        sharded(model, [model.blocks[1], [model.blocks[0], model.blocks[2]]], **options)
+        fill(model, net())
+        with CommDebugMode() as counter, torch.no_grad():
+            model(inputs(0))
+        assert sum(counter.get_comm_counts().values()) == 3
+        reshard(model)
+        assert_exact(model, net())
+        assert model.blocks[2].weight is model.blocks[0].weight
+
+
+class Reads(nn.Embedding):
+    """Unlike its base's, its forward needs the table in backward."""
+
+    def forward(self, x):
+        return x + x @ self.weight
+
+
+def case_a_table_that_forward_reads_is_gathered_for_backward():
+    assert_exact(sharded(Net(lambda: Reads(8, 8))), Net(lambda: Reads(8, 8)))
+
+
+# ---------- shard, and what it leaves alone ---------------------------------------
+
+
+def case_buffers_values_and_marks_are_kept():
+    """On meta and filled later, or with values from the start; offloaded; after frozen layers. In
+    BatchNorm all ranks see the same rows."""
+    def net():
+        model = Net(Normed)
+        model.blocks[1].register_buffer("table", torch.ones(8), persistent=False)
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p._no_weight_decay = True  # as Mamba and timm mark them
+        return model
+
+    def same(model, x):
+        return square(model, inputs(0))
+
+    for meta, frozen, offload in ((1, 0, 0), (1, 0, 1), (0, 0, 0.5), (0, 2, 0)):
+        model, plain = net(), net()
+        buffers = dict(plain.named_buffers())
+        for each in (model, plain):
+            each.blocks[:frozen].requires_grad_(False)
+        if meta:
+            for module in model.modules():
+                for name, p in module.named_parameters(recurse=False):
+                    marks = vars(p)
+                    setattr(module, name, nn.Parameter(p.to("meta")))
+                    vars(getattr(module, name)).update(marks)
+        sharded(model, cpu_offload=offload)
+        assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+        if meta:
+            fill(model, plain)
+        assert_exact(model, plain, same, limit=1e-5)
+        for name, p in model.named_parameters():
+            assert len(p.to_local()) == len(p) // 2
+            assert getattr(p, "_no_weight_decay", False) == name.endswith("bias")
+
+
+def case_without_a_policy_nothing_is_cast():
+    for dtypes in ((torch.float64, torch.float64), (torch.float32,),
+                   (torch.bfloat16, torch.float32)):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(8, 8).to(dtype) for dtype in dtypes))
+        for layer, dtype in zip(plain, dtypes):
+            layer.requires_grad_(dtype != torch.bfloat16)
+            layer.register_forward_pre_hook(
+                lambda layer, args: ((args[0] - 1.7e9).to(layer.weight.dtype),))
+        model = copy.deepcopy(plain)
+        sharded(model, [model[0]])
+        x = 1.7e9 + inputs(0).double() * 8  # as Unix time, which no fp32 holds
+        assert torch.equal(model(x), plain(x))
+
+
+def case_the_last_dimension_of_any_mesh_shards():
+    for names in (None, ("dp",)):
+        model = Net()
+        whole = model.head.weight.detach().clone()
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=names)
+        fsdp.shard(model, model.blocks, mesh)
+        backward(model)
+        assert fsdp.clip_grad_norm(model, 1.0) > 0
+        out = fsdp.gather_full(model.head.weight)
+        assert out is None if dist.get_rank() else torch.equal(out, whole)
+        fsdp.write_full(model.head.weight, 2 * whole)
+        assert torch.equal(model.head.weight.full_tensor(), 2 * whole)
+
+
+def test_allocate_keeps_values_ties_and_marks():
+    model = Net(Normed)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    fsdp.allocate(model, "cpu")
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    model.head.bias._no_weight_decay = True
+    model.head.to("meta")
+    model.prompt = model.head.bias  # tied
+    fsdp.allocate(model, "cpu")
+    assert model.prompt is model.head.bias and not model.head.weight.is_meta
+    moved = []
+    with patch.object(torch.Tensor, "to", lambda t, device: moved.append([id(t), device]) or t):
+        fsdp.allocate(model, "cuda")  # which need not be there
+    everything = (*model.parameters(), *model.buffers())
+    assert moved == [[id(t), "cuda"] for t in everything]
+
+
+# ---------- in the step -----------------------------------------------------------
+
+
+def case_a_unit_that_one_rank_leaves_out():
+    """A parameter without a gradient has zeros there, so nobody waits."""
+    model, plain = sharded(Skips(), []), Skips()
+
+    def loss(model, x):
+        model.skipped = 1 if torch.equal(x, inputs(1)) else None
+        return square(model, x)
+
+    assert_exact(model, plain, loss)
+
+
+def case_a_wrapper_is_looked_through():
+    model = sharded(Net())
+    wrapped = torch.compile(model, backend="eager")
+    fsdp.set_grad_sync(wrapped, False, every=False)
+    backward(wrapped)
+    assert model.blocks[0].weight.grad is None  # not reduced yet
+    fsdp.set_grad_sync(wrapped, True, every=False)
+    backward(wrapped)
+    plain = Net()
+    backward(plain, lambda model, x: 2 * square(model, x))
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    assert abs(fsdp.clip_grad_norm(wrapped, 1.0) - norm) < 1e-4 * norm
+    with fsdp.autocast(wrapped, "cpu", torch.bfloat16):
+        assert not torch.is_autocast_enabled("cpu")
+    with fsdp.inference(wrapped):
+        wrapped(inputs(0))
+    assert all(isinstance(p, fsdp.DTensor) for p in model.parameters())
+
+
+def case_inference_leaves_nothing_gathered():
+    """Nor anything of torch.inference_mode, in which no backward could use what is gathered."""
+    model = sharded(Net())
+    assert fsdp.clip_grad_norm(model, 1.0) == 0  # before any backward
+    with torch.inference_mode(), fsdp.inference(model):
+        model(inputs(0))
+    assert_exact(model, Net())
+    model = sharded(Net())  # somebody's teacher
+    weight = model.head.weight
+    outputs = []
+    for _ in range(2):
+        with fsdp.inference(model):
+            outputs.append(model(inputs(0)))
+        weight.data.mul_(2)  # this rank's rows, as an average of the student's
+    assert distance(outputs[:1], outputs[1:]) > 0.1
+
+
+def test_inference_leaves_each_module_in_its_mode():
+    class Merges(nn.Linear):
+        """As LoRA does: its weights are merged for evaluation."""
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    model = Net(lambda: Merges(8, 8))
+    model.blocks[1].eval()  # a frozen backbone's
+    modes = [module.training for module in model.modules()]
+    with fsdp.inference(model):
+        assert not any(module.training for module in model.modules())
+        assert [block.merged for block in model.blocks] == [True, True, True]
+    with pytest.raises(SystemExit), fsdp.inference(model):
+        sys.exit()  # what fails inside leaves nothing behind either
+    assert [module.training for module in model.modules()] == modes
+    assert [block.merged for block in model.blocks] == [False, True, False]
+
+
+# ---------- whole tensors -----------------------------------------------------------
+
+
+def case_a_value_in_bf16_fills_fp32_on_every_rank():
+    layer = nn.Linear(12, 5)
+    fsdp.shard(layer, [], fsdp.make_mesh("cpu"))
+    whole = torch.arange(60.0).view(5, 12)
+    for t in (layer.weight, torch.zeros(5, 12), torch.zeros(5, 12, dtype=torch.bfloat16)):
+        fsdp.write_full(t, whole.bfloat16())
+        first = 3 * dist.get_rank()  # rows 0 to 2, and 3 to 4
+        is_sharded = t is layer.weight
+        assert torch.equal(t.to_local() if is_sharded else t.float(),
+                           whole[first:first + 3] if is_sharded else whole)
+
+
+def test_whole_tensors_may_be_numbers_and_are_copies():
+    t = torch.zeros(())
+    fsdp.write_full(t, torch.tensor(3.0))
+    whole = fsdp.gather_full(t)
+    t += 1
+    assert (whole, t) == (3, 4)
+
+
+cases(globals())

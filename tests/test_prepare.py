@@ -1,0 +1,442 @@
+"""
+data/prepare.py, the other data/*/prepare.py and how data/files.py writes: any text becomes tokens,
+whole or not at all.
+
+    python -m pytest -q tests/test_prepare.py
+
+What is read from files of each kind is in test_documents.py.
+"""
+
+import errno
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock, patch
+
+import numpy as np
+import pytest
+from harness import HERE, children, flags, refused, script
+
+from data import files, loader
+from data import prepare as prepare_py
+from data.files import RECORD, write_files
+from data.loader import TokenFiles
+from data.shakespeare_char import prepare as shakespeare_char
+from data.tokenizer import encoder, gpt2_bpe, tokenizer
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported, which looks once
+
+
+def tokens_of(path):
+    return np.fromfile(path, dtype=np.uint16).tolist()
+
+
+def documents(n=300):
+    rng = random.Random(0)
+    words = ["alpha", "beta", "gamma", "d\u00e9lta"]
+    return [f"document {i}: " + " ".join(rng.choice(words) for _ in range(40)) for i in range(n)]
+
+
+ARGS = SimpleNamespace(tokenizer="bytes", template=None, column="text")
+JOB = prepare_py.Job(ARGS, encoder("bytes"))
+
+
+def prepared(sources, out, **options):
+    """The tokens of train and val."""
+    shutil.rmtree(out, ignore_errors=True)
+    run_prepare(["x", *sources, *flags(out=out, **{"tokenizer": "bytes", **options})])
+    return [tokens_of(out / f"{split}.bin") for split in ("train", "val")]
+
+
+def split_documents(tokens):
+    """The documents, as bytes, of tokens with 256 after each; UTF-8 has no byte 255."""
+    return np.minimum(tokens, 255).astype(np.uint8).tobytes().split(b"\xff")[:-1]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+# ---------- documents become tokens ---------------------------------------------
+
+
+def test_prepare_splits_by_text_in_any_format_order_and_number_of_workers(tmp_path):
+    Dataset = pytest.importorskip("datasets").Dataset
+    docs = documents()
+    data = Dataset.from_dict({"text": docs, "n": list(range(300))})
+    data.to_json(tmp_path / "a.jsonl")
+    data.to_parquet(tmp_path / "a.parquet")
+    data.to_csv(tmp_path / "a.csv")
+    Dataset.from_dict({"text": docs[::-1]}).to_json(tmp_path / "reversed.jsonl")
+
+    def parts_of(name, **options):
+        parts = prepared([tmp_path / name], tmp_path / "out", val_fraction=0.2, **options)
+        return [split_documents(part) for part in parts]
+
+    train, val = parts_of("a.jsonl", workers=1)
+    assert sorted(train + val) == sorted(d.encode() for d in docs)  # once, in one split
+    assert 0.1 < len(val) / len(docs) < 0.3
+    assert parts_of("a.parquet", workers=2) == parts_of("a.csv") == [train, val]
+    assert parts_of("reversed.jsonl") == [train[::-1], val[::-1]]
+    for part, limited in zip((train, val), parts_of("a.jsonl", limit=200)):
+        assert 0 < len(limited) < len(part) and part[:len(limited)] == limited
+
+
+def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
+    """By SHA-256, not by Python's hash, which each process seeds anew."""
+    docs = [f"document {i}" for i in range(20)]
+    chunk, = prepare_py.chunks([(0.3, docs)], JOB.key)
+    _, val = prepare_py.encode(chunk, JOB)
+    numbers = [int(text.split()[1]) for text in split_documents(np.frombuffer(val, np.uint16))]
+    assert numbers == [5, 6, 9, 11, 12, 14]
+
+
+def test_a_document_ends_once():
+    """Some tokenizers put the end there themselves; an empty text has it too."""
+    for ids in ([1, 256], [1], [], [256, 1]):
+        own = encoder("bytes")._replace(encode=lambda text, ids=ids: ids)
+        assert JOB.encode("x", own).tolist() == [*ids, *[256] * (ids[-1:] != [256])]
+
+
+@pytest.mark.parametrize("n, options", [
+    (1, {}), (2, dict(val_fraction=0.5)), (100, {}),
+    (100, dict(val_fraction=0.05))])  # the hash holds out five: some, but fewer than 10,000 tokens
+def test_prepare_cuts_few_documents_in_two(tmp_path, n, options):
+    """A text file is one document. Of few of them val.bin has the end of the tokens."""
+    docs = [f"{text}\n\nsecond paragraph".encode() for text in documents(n)]
+    for i, text in enumerate(docs):
+        (tmp_path / f"{i:03d}.txt").write_bytes(text)
+    train, val = prepared(sorted(tmp_path.glob("*.txt")), tmp_path / "o", **options)
+    found = split_documents(train + val)
+    assert sorted(found) == sorted(docs)
+    assert options or found == docs  # else what the hash held out is last
+    assert len(val) == pytest.approx(options.get("val_fraction", 0.1) * len(train + val), abs=1)
+
+
+def test_prepare_takes_names_columns_and_templates(tmp_path):
+    """Names of files are no patterns; 0 is text, and null is none."""
+    rows = [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}]
+    path = write_jsonl(tmp_path / "a[1].jsonl", rows)
+    write_jsonl(tmp_path / "a1.jsonl", [])  # what it would name as a pattern
+    for options, expected in ((dict(template=r"{n}|\n{my text}"), [b"0|\n", b"12|\n{n}"]),
+                              (dict(column="n"), [b"0", b"12"])):
+        train, val = prepared([path], tmp_path / "o", **options)
+        assert sorted(split_documents(train + val)) == expected
+
+
+BESIDE = os.path.abspath(os.path.join(HERE, "..", "shared"))  # has what needs a network
+
+
+def gpt2_or_skip(monkeypatch):
+    if os.path.isdir(os.path.join(BESIDE, "tiktoken")):
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(BESIDE, "tiktoken"))
+    try:
+        return gpt2_bpe()
+    except SystemExit as e:
+        pytest.skip(e.code)
+
+
+def test_prepare_with_gpt2s_tokenizer(tmp_path, monkeypatch):
+    encode = gpt2_or_skip(monkeypatch).encode_ordinary
+    text = "the quick <|endoftext|> fox"  # what looks like a special token in a text is text
+    (tmp_path / "a.txt").write_text(text)
+    train, val = prepared([tmp_path / "a.txt"], tmp_path / "o", tokenizer="gpt2")
+    assert train + val == [*encode(text), 50256]
+    assert loader.read_meta(tmp_path / "o") == {"vocab_size": 50304, "tokenizer": "gpt2"}
+
+
+def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
+    """Short documents go to a worker together, and long ones do not pile up in memory."""
+    docs = ["x" * (1 << 18)] * 9
+    together = [len(chunk.documents) for chunk in prepare_py.chunks([(0.5, docs)], JOB.key)]
+    assert together == [4, 4, 1]
+    read = []
+    docs = (read.append(letter) or letter * (1 << 20) for letter in "abcdefgh")
+    found = []
+    chunks = prepare_py.chunks([(0.5, docs)], JOB.key)
+    for chunk, parts in prepare_py.tokenize(chunks, 1, JOB):
+        tokens = [np.frombuffer(part, np.uint16) for part in parts]
+        found += [doc[:1].decode() for doc in split_documents(np.concatenate(tokens))]
+        assert len(read) < chunk.rows + 5  # for one worker 4 wait
+    assert found == list("abcdefgh")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A data set of the hub: train has 300 documents, validation 40, and test none."""
+    splits = dict(train=documents(300), validation=documents(40), test=[""])
+    fake = ModuleType("datasets")
+    fake.logging = SimpleNamespace(set_verbosity=print, CRITICAL=50)
+    fake.load_dataset = MagicMock(
+        side_effect=lambda path, split, **_: [{"text": text} for text in splits[split]])
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    return {split: [text.encode() for text in texts] for split, texts in splits.items()}
+
+
+@pytest.mark.parametrize("shard_tokens", [10**6, 20_000])
+def test_prepare_takes_a_split_of_the_hub_for_val(tmp_path, monkeypatch, hub, shard_tokens):
+    """All of it, however few tokens it has; and of the other split no document."""
+    monkeypatch.setattr(prepare_py, "CHUNK", 5000)
+    argv = ["x", "owner/name", "--val_split=validation", "--tokenizer=bytes", "--workers=1",
+            f"--shard_tokens={shard_tokens}"]
+
+    def both(out):
+        return [split_documents(np.concatenate(TokenFiles(out, split, 16, 257).files))
+                for split in ("train", "val")]
+
+    run_prepare([*argv, f"--out={tmp_path}/o"])
+    assert both(tmp_path / "o") == [hub["train"], hub["validation"]]
+    assert (tmp_path / "o/train.bin").exists() == (shard_tokens == 10**6)
+    run_prepare([*argv, f"--out={tmp_path}/p", "--limit=30"])
+    assert both(tmp_path / "p") == [hub["train"][:30], hub["validation"]]
+    line = refused(run_prepare, [*argv, "--val_split=test", f"--out={tmp_path}/q"])
+    assert "leave a split empty" in line
+
+
+@pytest.mark.parametrize("name, subset, splits", [
+    ("fineweb_edu", "sample-10BT", ["train"]),
+    ("wikitext103", "wikitext-103-raw-v1", ["validation", "train"])])
+def test_data_sets_of_the_hub_take_their_published_parts(tmp_path, hub, name, subset, splits):
+    p = script(f"data/{name}/prepare.py", "--tokenizer=bytes", f"--out={tmp_path}/o")
+    assert p.returncode == 0, p.stderr
+    calls = sys.modules["datasets"].load_dataset.call_args_list
+    asked = [(call.kwargs["name"], call.kwargs["split"]) for call in calls]
+    assert asked == [(subset, split) for split in splits]
+
+
+# ---------- the data sets that have a command of their own ----------------------
+
+
+def test_stdlib_and_shakespeare_hold_out_their_end(tmp_path, monkeypatch):
+    for out in (tmp_path / "a", tmp_path / "b"):
+        assert script("data/python_stdlib/prepare.py", f"--out={out}").returncode == 0
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert loader.read_meta(tmp_path / "a") == {"vocab_size": 256, "tokenizer": "bytes"}
+    assert b"def " in bytes(tokens_of(tmp_path / "a/val.bin"))
+    text = "To be or n\u00f6t" * 50
+    (tmp_path / "input.txt").write_text(text)
+    monkeypatch.setattr(shakespeare_char, "SHA256", hashlib.sha256(text.encode()).hexdigest())
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves the ~ in --out=~/x
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--input=~/input.txt", "--out=~/out"])
+    shakespeare_char.main()
+    _, decode, _ = tokenizer(loader.read_meta(tmp_path / "out"))
+    parts = [decode(tokens_of(tmp_path / f"out/{split}.bin")) for split in ("train", "val")]
+    assert parts == [text[:540], text[540:]]
+
+
+# ---------- files, whole or not there -------------------------------------------
+
+
+def test_prepare_replaces_nothing(tmp_path, monkeypatch, capsys):
+    """With the same arguments and documents it is done already. The content of sources counts, and
+    not their dates, or that no date was noted."""
+    monkeypatch.setattr(prepare_py, "CHUNK", 1)  # so that one may end where the documents did
+    rows = [{"text": text} for text in documents(30)]
+    path, out, bad = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "o", tmp_path / "bad.txt"
+    bad.write_bytes(b"\xff")
+    argv = ["x", path, "--tokenizer=bytes", "--workers=1", f"--out={out}"]
+    assert "bad.txt" in refused(run_prepare, [*argv, bad])  # before it has written any tokens
+    run_prepare(argv)
+    os.utime(path, (0, 0))
+    for stats in ({}, {"stats": None}):
+        record = json.loads((out / RECORD).read_text())
+        (out / RECORD).write_text(json.dumps({**record, **stats}))
+        run_prepare(argv)
+        assert "prepared already" in capsys.readouterr().out
+    before = files_of(out)
+    assert script("data/python_stdlib/prepare.py", f"--out={out}").returncode
+    for other in ("--val_fraction=0.2", bad):
+        assert "pass another --out" in refused(run_prepare, [*argv, other])
+    for changed in ([*rows, {"text": "one more"}], rows[1:], [{"text": "another"}, *rows[1:]]):
+        write_jsonl(path, changed)
+        assert "the documents are not those" in refused(run_prepare, argv)
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_prepare_writes_shards_as_llmc_does(tmp_path, size):
+    """None is empty; another read of the header."""
+    job = prepare_py.Job(ARGS, encoder("bytes")._replace(vocab_size=30_000 * size))
+    arguments = dict(name="some/x", shard_tokens=4, source=[])
+    record = prepare_py.open_record(tmp_path, arguments)
+    expected = {"x_train_000001": [0, 10, 20], "x_val_000001": [0, 10, 11, *range(20, 26)],
+                "x_train_000002": [*range(30, 35)],
+                "x_train_000003": [50], "x_val_000003": [40, 50]}
+    for i in (1, 2, 3):
+        waiting = {}
+        for split in ("train", "val"):
+            tokens = expected.get(f"x_{split}_00000{i}", [])
+            waiting[split] = np.array(tokens, job.dtype).tobytes()
+        prepare_py.write_shard(tmp_path, job, waiting, record, {}, is_last=i == 3)
+    magic = {2: (20240520, 1), 4: (20240801, 7)}[size]
+    for name, tokens in expected.items():
+        raw = (tmp_path / f"{name}.bin").read_bytes()
+        assert np.frombuffer(raw[:1024], np.int32).tolist() == [*magic, len(tokens)] + 253 * [0]
+        assert np.frombuffer(raw[1024:], job.dtype).tolist() == tokens
+    assert {*files_of(tmp_path)} == {RECORD, *(f"{name}.bin" for name in expected)}
+    record = json.loads((tmp_path / RECORD).read_text())
+    assert record["finished"] and record["tokens"] == dict(train=9, val=11)
+    files = TokenFiles(tmp_path, "val", 1, 60)  # x_val_000002 is not missed
+    assert [len(tokens) for tokens in files.files] == [9, 2]
+
+
+def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path):
+    """Where documents are long no hash gives val enough of them, however many come."""
+    docs = [letter * (1 << 20) for letter in "abc"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in docs])
+    run_prepare(["x", path, "--tokenizer=bytes", "--shard_tokens=2000000", f"--out={tmp_path}/o"])
+    train, val = (TokenFiles(tmp_path / "o", split, 16, 257).files for split in ("train", "val"))
+    assert len(train) == 2 and len(val) == 1
+    tokens = 2 * (2**20 + 1)
+    assert len(val[0]) == round(0.1 * tokens) and set(val[0][:-1]) == {98} and val[0][-1] == 256
+    docs = split_documents(np.concatenate([train[0], val[0], train[1]]))
+    assert [(doc[:1], len(doc)) for doc in docs] == [(b, 2**20) for b in (b"a", b"b", b"c")]
+
+
+def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_too(tmp_path):
+    """After a power cut a file is whole or what it was, and one that was written stays."""
+    seen = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(fd):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        seen.append((os.path.basename(path), None if os.path.isdir(path) else open(path).read()))
+        fsync(fd)
+
+    def renamed(source, target):
+        seen.append((source.name, target.name))
+        replace(source, target)
+
+    with patch.object(os, "fsync", synced), patch.object(os, "replace", renamed):
+        write_files(str(tmp_path), {"a": [b"x", memoryview(b"y")], "b": lambda f: f.write(b"z")})
+    assert seen == [("a.tmp", "xy"), ("a.tmp", "a"), (tmp_path.name, None),
+                    ("b.tmp", "z"), ("b.tmp", "b"), (tmp_path.name, None)]
+    # What fails leaves the old one, and no temporary file.
+    with patch.object(os, "replace", side_effect=OSError), pytest.raises(OSError):
+        write_files(tmp_path, {"a": [b"new"]})
+    assert files_of(tmp_path) == {"a": b"xy", "b": b"z"}
+
+
+# What write_files does to the disk: before each of these calls, and after it, a kill may come.
+CALLS = ((files, "open"), (os, "fsync"), (os, "replace"), (Path, "unlink"))
+
+
+def run_prepare(argv, main=prepare_py.main, kill_at=0, pids=None):
+    """prepare.py; killed at its kill_at-th call of those that write. pids gets its workers' ids."""
+    left = itertools.count(kill_at, -1)
+
+    def counted(call):
+        def then_killed(*args, **kwargs):
+            if next(left) == 1:
+                with open(pids, "a") as f:
+                    print(*children(os.getpid()), file=f)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+        return then_killed
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "argv", ["prepare.py", *map(str, argv)]))
+        for place, name in CALLS:
+            call = getattr(place, name, open)
+            stack.enter_context(patch.object(place, name, counted(call), create=True))
+        main()
+
+
+def starts_until_done(argv, pids, capfd, check=lambda: None, **options):
+    """Start it again and again, killed a call later each time; (how many kills, what it said)."""
+    said = ""
+    for kill_at in itertools.count(1):
+        told = dict(argv=argv, kill_at=kill_at, pids=pids, **options)
+        p = multiprocessing.get_context("fork").Process(target=run_prepare, kwargs=told)
+        p.start()
+        end = time.time() + 60
+        while p.exitcode is None and time.time() < end:  # join would wait for its workers too
+            time.sleep(0.01)
+        said += capfd.readouterr().out
+        if p.exitcode == 0:
+            return kill_at - 1, said
+        assert p.exitcode == -signal.SIGKILL
+        check()
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return " Z " not in f.read()
+    except OSError:
+        return False
+
+
+def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path, monkeypatch,
+                                                                       capfd):
+    """Whichever file it has just written. Its workers end too."""
+    monkeypatch.setattr(prepare_py, "CHUNK", 5000)
+    monkeypatch.setattr(prepare_py, "MANY", 1)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abc \n", k=6000)) for _ in range(7)]
+    rows = [{"text": text} for text in (texts[0], "", *texts[1:4], "", texts[4])]
+    a, b, whole, out = (tmp_path / name for name in ("a.jsonl", "b.txt", "whole", "out"))
+    write_jsonl(a, rows)
+    date = os.stat(a).st_mtime
+    b.write_text(texts[5])
+    c = tmp_path / "c.txt"
+    c.write_text(texts[6])  # the seventh document: six are asked for
+    argv = ["x", a, b, c, "--tokenizer=bytes", "--shard_tokens=4000",
+            "--val_fraction=0.3", "--workers=1", "--limit=6", f"--out={out}"]
+    run_prepare([*argv, f"--out={whole}"])
+    record = json.loads((whole / RECORD).read_text())
+    assert record["rows"] == 8 and record["shards"] == 6 and record["finished"]
+    expected = files_of(whole)
+    assert len(expected) == 9  # seven shards, meta.json and prepare.json
+
+    def shards_are_as_expected():
+        found = files_of(out)
+        assert all(found[name] == expected[name] for name in found if name.endswith(".bin"))
+        return len(found)
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error in (full, KeyboardInterrupt):
+        # in the second shard
+        with patch.object(os, "fsync", side_effect=[None] * 9 + [error]):
+            with pytest.raises((OSError, KeyboardInterrupt)):
+                run_prepare(argv)
+        assert not list(out.glob("*.tmp")) and shards_are_as_expected() > 1
+    assert "start it again" in refused(TokenFiles, out, "train", 16, 257)
+
+    for other in ("--limit=99", "--shard_tokens=4001", "--template={text}", "--val_fraction=0.2"):
+        key = other[2:].partition("=")[0]
+        assert f"prepared with {key}=" in refused(run_prepare, [*argv, other])
+    # A row more, less, or another, or a text that is cut elsewhere, before those that are left.
+    moved = [{"text": texts[0][:-1]}, {"text": texts[0][-1]}, *rows[2:]]
+    for changed in ([{"text": "one more"}, *rows], rows[1:], [{"text": texts[5]}, *rows[1:]], [],
+                    moved):
+        write_jsonl(a, changed)
+        assert "the documents are not those" in refused(run_prepare, argv)
+        shards_are_as_expected()
+    write_jsonl(a, rows)
+    os.utime(a, (date, date))  # which prepare.json has
+
+    shutil.rmtree(out)
+    workers = tmp_path / "workers"
+    kills, _ = starts_until_done(argv, workers, capfd, shards_are_as_expected)
+    assert files_of(out) == expected and kills > 15
+    left, end = workers.read_text().split(), time.time() + 20
+    assert len(left) > 10  # of all kills: in the last ones the pool was gone
+    while (left := [*filter(is_running, left)]) and time.time() < end:
+        time.sleep(0.05)
+    assert not left
