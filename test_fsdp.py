@@ -544,3 +544,12 @@ def test_clipping_a_part_of_a_sharded_model(ranks):
     for norms in values(ranks(2), "clip-part"):
         assert all(found == pytest.approx(expected, rel=1e-6) for found, expected in norms)
         assert len({found for found, _ in norms}) == 3
+
+
+def test_clipping_divides_by_the_loss_scale_without_a_limit_too():
+    gpt = plain_gpt()
+    for limit in (0.0, 1e9):
+        for p in gpt.parameters():
+            p.grad = torch.full_like(p, 8.0)
+        fsdp.clip_grad_norm(gpt, limit, loss_scale=4.0)
+        assert all(torch.equal(p.grad, torch.full_like(p, 2.0)) for p in gpt.parameters())

@@ -142,6 +142,9 @@ def test_ranks_wait_for_rank_0_longer_than_for_each_other():
     assert p.returncode == 0 and p.stdout.count("still here") == 2, p.stderr
     p = others.finish()  # in training a rank that is gone is noticed
     assert p.returncode == 1 and "Timed out" in p.stderr
+    with patch.object(dist, "new_group") as new_group:
+        ranks.patient_group.__wrapped__()
+    assert new_group.call_args.kwargs["timeout"] == timedelta(hours=12)
 
 
 def opens_group():
