@@ -283,7 +283,7 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
 def help_text(usage, model="gpt2"):
     """usage, then the code that declares the keys: types, defaults, and comments."""
     classes = [Keys, *reversed(model_file(model).ModelConfig.__mro__[:-1])]
-    return "\n".join([usage.strip(), *map(inspect.getsource, classes)])
+    return "\n\n".join([usage.strip(), *map(inspect.getsource, classes)])
 
 
 # ---------- resolved for these ranks and this device ---------------------------
