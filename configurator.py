@@ -365,8 +365,7 @@ def best_dtype(device):
         return "bfloat16" if has_bf16 else "float16"
     if device.type == "cpu":
         # Private probes, since there are no public ones. If they disappear, fp32 always works.
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-            probe = getattr(torch.cpu, name, None)
-            if probe and probe():
+        for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            if getattr(torch.cpu, probe, bool)():
                 return "bfloat16"
     return "float32"

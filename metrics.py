@@ -113,7 +113,10 @@ class Log:
         self.file = self.wandb = None
         if world.rank > 0 or run_id is None:  # eval_only leaves nothing behind
             return
-        self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a")
+        self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a+")
+        self.file.seek(0)
+        # A full disk may have left half a row at its end.
+        self.file.truncate(self.file.read().rfind("\n") + 1)
         self.write(dict(iter=step, config=as_dict(cfg)))
         if cfg.wandb_log:
             import wandb

@@ -63,6 +63,17 @@ def test_metrics_a_run_says_that_its_data_has_grown(tmp, tmp_path, capsys):
     assert said.count("in a new order") == 1 and "grows: 5,400 tokens in " in said
 
 
+def test_metrics_of_a_resumed_run_go_on_after_whole_rows(tmp):
+    """A full disk has left half a row."""
+    run_training(tmp, "half", max_iters=2, eval_interval=2)
+    out = os.path.join(tmp, "half")
+    rows = read_metrics(out)
+    with open(os.path.join(out, "metrics.jsonl"), "a") as f:
+        f.write('{"run": "x", "it')
+    run_training(tmp, "half", max_iters=3, init_from="resume")
+    assert read_metrics(out)[:len(rows)] == rows and len(read_metrics(out)) > len(rows)
+
+
 MEASURED = set("run time time_ms data_ms tokens_per_s mfu peak_memory".split())
 
 
