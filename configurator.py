@@ -19,7 +19,6 @@ import runpy
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -312,7 +311,6 @@ def resolve(cfg, world, distributed=False):
 def conflicts(cfg, size, distributed):
     """[(True if it is wrong, the error's line)]: keys that would go wrong in silence, and ways to
     start a run that everybody tries. cfg: without 'auto'."""
-    is_around_us = Path.cwd().is_relative_to(Path(cfg.out_dir).resolve())
     single = cfg.strategy == "single"
     in_groups = STRATEGIES[cfg.strategy].in_groups
     micro_batches = cfg.gradient_accumulation_steps
@@ -321,8 +319,7 @@ def conflicts(cfg, size, distributed):
     # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
     table = [
-        (cfg.init_from not in ("resume", "auto") and is_around_us,
-         f"out_dir={cfg.out_dir} has the current directory in it; a new run would move it"),
+        (not cfg.out_dir, "out_dir is empty: the run would take the current directory"),
         (cfg.wandb_log and not (cfg.eval_only or find_spec("wandb")),
          "wandb_log: the package is not installed; pip install wandb"),
         (single and size > 1, "strategy=single: start one process, python train.py"),

@@ -80,6 +80,8 @@ class RunDirectory:
             return source.header.get("run") or run_id  # nanoGPT's have none
         of_a_run = ("ckpt.pt", STEP, "metrics.jsonl")
         if any(file for pattern in of_a_run for file in Path(self.path).glob(pattern)):
+            if Path.cwd().is_relative_to(self.path):
+                raise SystemExit(f"out_dir={self.path}: a new run would move the current directory")
             aside = f"{self.path}.{run_id}"
             os.rename(self.path, aside)
             os.makedirs(self.path)

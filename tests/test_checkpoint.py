@@ -183,6 +183,14 @@ def test_checkpoint_has_nanogpts_layout(tmp):
     assert ckpt["param_names"] == [names[p] for p in matrices + vectors]
 
 
+def test_checkpoint_of_ours_keeps_names_that_nanogpts_lose(sound, tmp_path):
+    """A model of one's own may have a parameter attn.bias, or a module called module."""
+    ckpt = made_full(sound, tmp_path)
+    own = {"module.a": torch.ones(1), "h.attn.bias": torch.ones(1)}
+    torch.save({**ckpt, "model": {**ckpt["model"], **own}}, tmp_path / "ckpt.pt")
+    assert {f"model.{name}" for name in own} <= found(tmp_path).shapes.keys()
+
+
 def test_checkpoint_of_nanogpt_is_resumed(tmp):
     """Theirs: prefixes of DDP and compile, causal masks, no parameter names; optimizer included."""
     out, whole = os.path.join(tmp, "from-nanogpt"), os.path.join(tmp, "from-nanogpt-whole")

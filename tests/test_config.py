@@ -28,12 +28,12 @@ def test_config_order_and_types(tmp_path):
     """Left to right; a file may compute with what came before it."""
     path = tmp_path / "c.py"
     path.write_text("import time\ndef helper(): ...\nmax_iters = 10\nlr_decay_iters = max_iters * 2"
-                    "\nlearning_rate = 1\nwarmup_iters = n_layer\n"
+                    "\nlearning_rate = 1\nwarmup_iters = n_layer * 2\n"
                     "wandb_run_name = 'x' + str(time.time())\n")
     cfg = load_config(["--max_iters=1e4", "--n_layer=4", str(path), "--n_layer=3",
                        "--wandb_project=a=b", "--bias=true"])
     got = cfg.max_iters, cfg.lr_decay_iters, cfg.warmup_iters, cfg.sizes.n_layer, cfg.wandb_project
-    assert got == (10, 20, 4, 3, "a=b") and cfg.sizes.bias is True
+    assert got == (10, 20, 8, 3, "a=b") and cfg.sizes.bias is True
     assert type(cfg.learning_rate) is float
     assert load_config(["--n_layer=4", str(path), "--max_iters=1e4"]).max_iters == 10000
 
@@ -202,6 +202,8 @@ resolve TOY
   --strategy=full_shard --shard_group_size=2 | hybrid_shard
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
   --grad_clip=-1 | turn gradients around
+  --cpu_offload=25 | from 0 to 1
+  --eval_iters=0; --batch_size=0; --log_interval=0; --eval_interval=0 | at least 1
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
   --activation_offload=True | --activation_checkpointing=full
   --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full

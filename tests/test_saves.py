@@ -327,6 +327,16 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, capsys, file, moved):
         assert "in use" in refused(saves.RunDirectory(str(tmp_path / name)).lock)
 
 
+@pytest.mark.parametrize("here, out", [(".", "."), ("inside", "..")])
+def test_run_never_moves_the_current_directory(tmp_path, monkeypatch, here, out):
+    """Nor one around it, such as a checkout with a run's files in it."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / here)
+    assert "current directory" in refused(saves.RunDirectory(out).claim, None)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
 def test_run_has_the_lock_before_it_chooses_a_checkpoint(tmp, tmp_path):
     """The other run would remove what this one has chosen. The line names that run, and none of
     those before it."""
