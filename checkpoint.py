@@ -29,13 +29,13 @@ import shutil
 import sys
 import zipfile
 import zlib
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from data.files import sync, write_files
@@ -44,6 +44,7 @@ from optimizer import allocate_state
 from ranks import all_reduce_mean_, from_rank0, patient_barrier, print0
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
+FROM_KEYS = ("lr", "weight_decay", "momentum")  # numbers of a group that a run's keys set
 STEP = "step-" + 9 * "[0-9]"  # a sharded checkpoint's name
 
 
@@ -128,6 +129,10 @@ def load(source, model, optimizer, world):
             raise SystemExit(f"{source.path} is of another model or optimizer: no {key} here")
     for key, t in ours.items():
         write_full(t, source.value(key, tuple(t.shape), model.config))
+    if optimizer:  # some count in their groups: Prodigy, schedule-free
+        for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
+            saved = {k: n for k, n in saved.items() if type(n) in (int, float)}
+            group.update({k: n for k, n in saved.items() if k not in FROM_KEYS})
 
 
 # ---------- full: one file ----------------------------------------------------
@@ -222,6 +227,7 @@ class Writer(dcp.FileSystemWriter):
         files = {}
         for _, of_rank in results:  # in the order of ranks
             files.update(of_rank)
+        written = [result for of_rank, _ in results for result in of_rank]
         for name in files:
             if not (self.path / name).exists():
                 raise SystemExit(
@@ -230,23 +236,20 @@ class Writer(dcp.FileSystemWriter):
         sync(self.path / ".metadata")
         entries = metadata.state_dict_metadata
         shapes = {key: list(entry.size) for key, entry in entries.items()}
-        header = dict(self.header, shapes=shapes, pieces=places_of(metadata), files=files)
+        header = dict(self.header, shapes=shapes, pieces=places_of(written), files=files)
         write_files(self.path, {HEADER: [sealed(header).encode()]})
         sync(self.path.parent)  # the name of the directory itself
 
 
-def places_of(metadata):
-    """{flat key: [[first row, file, its first byte, number of bytes], ...]}: where DCP has put
-    what each rank has written of a tensor."""
-    pieces = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        pieces[key] = []
-        for chunk in entry.chunks:
-            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            first = chunk.offsets[0] if chunk.offsets else 0
-            pieces[key].append([first, place.relative_path, place.offset, place.length])
-        pieces[key].sort()
-    return pieces
+def places_of(written):
+    """{flat key: [[first row, file, its first byte, number of bytes], ...]} of DCP's results: where
+    it has put what each rank has written of a tensor."""
+    pieces = defaultdict(list)
+    for result in written:
+        place = result.storage_data
+        first = result.index.offset[0] if result.index.offset else 0
+        pieces[result.index.fqn].append([first, place.relative_path, place.offset, place.length])
+    return {key: sorted(places) for key, places in pieces.items()}
 
 
 def sealed(header):

@@ -30,7 +30,7 @@ def before_sharding(model):
         if buffer.is_meta:
             raise ValueError(
                 f"the buffer {name} is on the meta device and has no values: compute it in "
-                "forward, or build the model on the CPU")
+                "forward, or on the CPU, by device='cpu'")
     refuse_rounding(model)
     if dist.is_initialized():
         refuse_different_values(model)

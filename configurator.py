@@ -148,18 +148,20 @@ def model_file(name):
     """What --model names: model.py, NAME.py, or for NAME+OTHER what OTHER.py makes `around` NAME.
     It has Model and a dataclass ModelConfig."""
     inner, plus, outer = name.rpartition("+")
-    if plus:
-        return named_file(f"model={name!r}", outer).around(inner)
-    return named_file(f"model={name!r}", "model" if name == "gpt2" else name)
+    file = named_file(f"model={name!r}", outer)
+    return file.around(inner) if plus else file
 
 
 def named_file(wanted_by, name):
-    """The module NAME.py at the top or in extras/."""
+    """The module NAME.py at the top or in extras/: for gpt2 model.py, for adamw optimizer.py."""
+    file = {"gpt2": "model", "adamw": "optimizer"}.get(name, name)
+    if file != name and os.path.exists(os.path.join(HERE, f"{name}.py")):
+        raise SystemExit(f"{wanted_by} is {file}.py; give your {name}.py another name")
     for package in ("", "extras"):
-        path = os.path.join(HERE, package, f"{name}.py")
+        path = os.path.join(HERE, package, f"{file}.py")
         # Import nothing else: an import runs code, and a checkpoint may name anything.
-        if name.isidentifier() and os.path.exists(path):
-            return importlib.import_module(f"{package}.{name}".lstrip("."))
+        if file.isidentifier() and os.path.exists(path):
+            return importlib.import_module(f"{package}.{file}".lstrip("."))
     raise SystemExit(f"{wanted_by}: no {name}.py beside model.py or in extras/")
 
 
@@ -329,6 +331,7 @@ def conflicts(cfg, size, distributed):
          f"gradient_accumulation_steps={micro_batches} must be a multiple of {size}, all ranks"),
         (not 0 <= cfg.cpu_offload <= 1,
          f"cpu_offload={cfg.cpu_offload} must be a fraction of the blocks, from 0 to 1"),
+        (cfg.eval_iters < 1, f"eval_iters={cfg.eval_iters} must be at least 1"),
         (cfg.grad_clip < 0, f"grad_clip={cfg.grad_clip} would turn gradients around"),
         (cfg.decay_lr and cfg.lr_schedule != "constant" and cfg.min_lr > cfg.learning_rate,
          f"min_lr={cfg.min_lr} is above learning_rate={cfg.learning_rate}"),
@@ -342,9 +345,6 @@ def conflicts(cfg, size, distributed):
         (inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),
          "wrap_min_params needs --compile=False --prefetch_blocks=0, and full checkpointing"),
     ]
-    for key in ("batch_size", "eval_interval", "eval_iters", "log_interval"):
-        value = getattr(cfg, key)
-        table.append((value < 1, f"{key}={value} must be at least 1"))
     sharding = ("cpu_offload", "wrap_min_params", "prefetch_blocks", "reduce_dtype",
                 "reshard_group_size")
     for key in sharding:

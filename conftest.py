@@ -16,7 +16,7 @@ import configurator  # noqa: E402
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """tmp_path, as if the files in it lay beside model.py: for --model, also of forked ranks."""
-    for name in ("model.py", "extras"):
+    for name in ("model.py", "optimizer.py", "extras"):
         path = os.path.join(configurator.HERE, name)
         if os.path.exists(path):  # a fork may have deleted extras/
             (tmp_path / name).symlink_to(path)
@@ -39,8 +39,8 @@ def pytest_addoption(parser):
                      "name, as train.py takes it; again for another")
     parser.addoption("--keys", action="append", help="for tests/test_contract.py: small values of "
                      "the file's own keys, e.g. --keys=n_inner=50")
-    parser.addoption("--optimizer", action="append", help="for tests/test_optimizer.py: a name, as "
-                     "train.py takes it")
+    parser.addoption("--optimizer", action="append", help="for tests/test_optimizer.py, and for "
+                     "test_contract.py's model: a name, as train.py takes it")
     parser.addoption("--ranks", action="store_true", help="for tests/test_contract.py: train the "
                      "file too, on 1 to 4 processes in every mode")
 

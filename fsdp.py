@@ -152,7 +152,8 @@ def shard(
     )
     # All ranks must reduce the same gradients. If a micro-batch leaves a parameter of a unit
     # without one on some rank (one of its experts got no token), that rank contributes zeros.
-    model.set_reduce_scatter_unused_params(True)
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
+        model.set_reduce_scatter_unused_params(True)
 
     # 2) Materialize: allocate memory, only now and only for this rank's rows.
     for unit in [*units, model]:
@@ -254,7 +255,7 @@ def allocate(model, device):
     uninitialized, and move everything else to the device."""
     materialize(model, device)
     for t in (*model.parameters(), *model.buffers()):
-        t.data = t.to(device)
+        t.data = t.to(device)  # unlike model.to, on the plan's fake tensors too
 
 
 def replicate(model):

@@ -4,7 +4,7 @@ wandb if you ask for them.
 
     ideal_s = ideal_seconds(model, cfg, world)             # for MFU
     log = Log(cfg, world, out_dir, run_id, step, ideal_s)  # no run_id: only print
-    log.step(step, loss, norm, waited, optimizer, scaler)  # every log_interval steps
+    log.step(step, numbers, waited, optimizer, scaler)     # every log_interval steps
     with log.paused(): ...                  # exclude an evaluation from the step times
 
 A resumed run appends to metrics.jsonl: of its step and those after it, later rows count.
@@ -14,6 +14,7 @@ import copy
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -52,8 +53,7 @@ def ideal_seconds(model, cfg, world):
     peak = peak_flops(world.device)
     if not peak:
         return 0
-    # A copy, since its forward and backward run.
-    flops = flops_per_token(copy.deepcopy(model), world) * tokens_per_step(cfg)
+    flops = flops_per_token(model, world) * tokens_per_step(cfg)
     return flops / (peak * world.size)
 
 
@@ -65,6 +65,7 @@ def flops_per_token(model, world):
     """FLOPs per token of forward and backward, as PyTorch counts them on the meta device: 6
     for each weight in a product, 12 T C per layer for attention (PaLM, appendix B), fewer if
     parameters are frozen. 0 if they cannot be counted."""
+    model = copy.deepcopy(model).to("meta")  # buffers may be on the CPU
     idx = torch.zeros(1, model.config.block_size, dtype=torch.long, device="meta")
     try:
         with FlopCounterMode(display=False) as counter:
@@ -84,7 +85,7 @@ def peak_memory(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def describe(cfg, model, batches, source, world):
+def describe(cfg, model, optimizer, batches, source, world):
     """The first lines of a run's output."""
     numel = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -92,6 +93,10 @@ def describe(cfg, model, batches, source, world):
     parameters = f"{numel / 1e6:.2f}M parameters, {trained / numel:.0%} of them train"
     ranks = f"strategy {cfg.strategy}, {world.size} x {world.device.type}, {cfg.dtype}"
     yield f"{parameters}, {ranks}, {tokens:,} tokens per step, context {cfg.sizes.block_size:,}"
+    names = {p: re.sub(r"\.\d+\.", ".*.", name) for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        kinds = ", ".join(dict.fromkeys(names[p] for p in group["params"]))
+        yield f"weight_decay={group.get('weight_decay')}: {kinds}"
     before = source.header.get("tokens", {}) if source else {}
     name = cfg.dataset
     found = batches.files["train"].tokens_in_all
@@ -133,9 +138,12 @@ class Log:
         yield
         self.since += time.time() - start
 
-    def step(self, step, loss, norm, waited, optimizer, scaler):
+    def step(self, step, numbers, waited, optimizer, scaler):
         """Log this step's numbers, and the mean time of a step since the last call.
-        loss, norm: over all ranks. waited: seconds for rank 0's batches since then."""
+        numbers: {name: of all ranks}, such as the loss and the grad_norm. waited: seconds for rank
+        0's batches since then."""
+        # JSON has no infinity.
+        finite = {name: n if math.isfinite(n) else None for name, n in numbers.items()}
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
@@ -144,8 +152,7 @@ class Log:
             iter=step,
             time=now,  # Unix seconds
             tokens=(step + 1) * tokens,
-            loss=loss,
-            grad_norm=norm if math.isfinite(norm) else None,  # JSON has no infinity
+            **finite,
             lr=optimizer.param_groups[0]["lr"],
             loss_scale=scaler.scale,
             time_ms=seconds * 1000,
@@ -154,11 +161,12 @@ class Log:
             mfu=self.ideal_s / seconds or None,
             peak_memory=peak_memory(self.world.device),
         )
+        loss, *others = [f"{name} {number:.4f}" for name, number in numbers.items()]
         mfu = f"{row['mfu']:.2%}" if self.ideal_s else "n/a"
         minutes_left = (self.cfg.max_iters - step - 1) * seconds / 60
         print0(self.world, (
-            f"iter {step}: loss {loss:.4f}, time {row['time_ms']:.2f}ms, mfu {mfu}, "
-            f"{row['tokens_per_s']:,.0f} tok/s, norm {norm:.2f}, data {row['data_ms']:.2f}ms, "
+            f"iter {step}: {loss}, time {row['time_ms']:.2f}ms, mfu {mfu}, "
+            f"{row['tokens_per_s']:,.0f} tok/s, {', '.join(others)}, data {row['data_ms']:.2f}ms, "
             f"mem {row['peak_memory'] / 2**30:.2f}GiB, {minutes_left:.1f}m left"))
         self.write(row)
         self.since = now

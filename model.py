@@ -184,7 +184,7 @@ class GPT(nn.Module):
         all of it, value[a:b] only those rows.
         """
         module, kind = name.split(".")[-2:]
-        if kind == "bias":
+        if kind == "bias" and len(shape) == 1:  # not a matrix of that name
             return torch.zeros(shape)
         if module in ("ln_1", "ln_2", "ln_f"):
             return torch.ones(shape)

@@ -1,7 +1,7 @@
 """
 From gradients to steps: AdamW, the learning rate, and float16's loss scale.
 
-    optimizer = make_adamw(model.parameters(), cfg)   # after sharding, before any forward
+    optimizer = make(model, cfg)   # AdamW: after sharding, before any forward
     lr = learning_rate_at(step, cfg)
     scaler = LossScaler(cfg)
 
@@ -29,15 +29,20 @@ import math
 import torch
 
 
+def make(model, cfg):
+    """For --optimizer=adamw. Call it before any forward: afterwards the root's parameters are
+    gathered copies."""
+    return make_adamw(model.parameters(), cfg)
+
+
 def make_adamw(params, cfg):
     """AdamW with nanoGPT's two groups, in its order: matrices and embeddings decay, vectors
-    do not. Call it before any forward: afterwards the root's parameters are gathered copies."""
+    do not, nor does what has Mamba's mark, `p._no_weight_decay = True`."""
     trained = [p for p in params if p.requires_grad]
-    matrices = [p for p in trained if p.dim() >= 2]
-    vectors = [p for p in trained if p.dim() < 2]
+    decayed = {p for p in trained if p.dim() >= 2 and not getattr(p, "_no_weight_decay", False)}
     groups = [
-        {"params": matrices, "weight_decay": cfg.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in trained if p in decayed], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in trained if p not in decayed], "weight_decay": 0.0},
     ]
     # fused is one kernel; the other variants make a dozen temporaries as large as the model.
     betas = (cfg.beta1, cfg.beta2)

@@ -24,7 +24,8 @@ project, beside fsdp.py, whose loop then reads:
 The first calls run the function as it is: they compile it, connect its groups and make gradients.
 Then it is recorded. A replay runs the same kernels on the same memory, and nothing else. So the
 function
-- takes tensors of the same shapes in each call, and returns one, which a later call overwrites;
+- takes tensors of the same shapes in each call, and returns one, which a later call overwrites
+  (what is no tensor must be the same object in each call);
 - decides nothing on the host: no .item(), no `if tensor:`, no layer dropped by Python's random, and
   no number that differs from call to call, unless it is passed as a tensor;
 - finds its parameters and gradients where they were: zero gradients in place;
@@ -40,15 +41,15 @@ import torch
 
 
 class Recorded:
-    """function(*tensors) -> tensor, recorded as CUDA graphs and replayed. If it cannot be recorded,
-    PyTorch's error comes with the line that waited for the GPU. SystemExit if it decides something
-    on the host.
+    """function(*arguments) -> tensor, recorded as CUDA graphs and replayed. If it cannot be
+    recorded, PyTorch's error comes with the line that waited for the GPU. SystemExit if it decides
+    something on the host.
 
     per_step: calls in a step. The first and the last have a recording of their own, and those
         between share one: FSDP2's first forward gathers the root, its last backward frees it.
-    without_backward: function that returns a context in which `function` runs without gradients.
-        The step after the recording compares one result with its replay's: what was decided while
-        recording would otherwise be replayed for ever, in silence.
+    without_backward: a function that takes the same arguments, returns the same result, and leaves
+        gradients alone. The step after the recording compares one result with its replay's: what
+        was decided while recording would otherwise be replayed for ever, in silence.
     warm_up: steps that run the function as it is. DDP takes 11, and FSDP2 one.
     """
 
@@ -61,22 +62,23 @@ class Recorded:
         self.recordings = {}  # {which: (graph, its inputs, its result)}
         self.pool = torch.cuda.graph_pool_handle()  # one for all: a step replays them in order
 
-    def __call__(self, *tensors):
+    def __call__(self, *arguments):
         step, i = divmod(self.calls, self.per_step)
         self.calls += 1
         if step < self.warm_up:
-            return self.function(*tensors)
+            return self.function(*arguments)
         which = i == 0, i == self.per_step - 1
         if which not in self.recordings:
-            self.recordings[which] = self.record(tensors)
+            self.recordings[which] = self.record(arguments)
         graph, inputs, result = self.recordings[which]
-        for own, given in zip(inputs, tensors):
-            own.copy_(given)
+        for own, given in zip(inputs, arguments):
+            if isinstance(own, torch.Tensor):
+                own.copy_(given)
         is_compared = self.without_backward and i == 0 and step == self.warm_up + 1
         if is_compared:
             # The replay draws the same random numbers again.
-            with torch.random.fork_rng([torch.cuda.current_device()]), self.without_backward():
-                expected = self.function(*tensors)
+            with torch.random.fork_rng([torch.cuda.current_device()]):
+                expected = self.without_backward(*arguments)
         graph.replay()
         # 1%: compiled without a backward, a function may round otherwise in bf16.
         if is_compared and not torch.allclose(result, expected, rtol=0.01, equal_nan=True):
@@ -85,8 +87,8 @@ class Recorded:
                 "something on the host; pass --cuda_graph=False")
         return result
 
-    def record(self, tensors):
-        inputs = [t.clone() for t in tensors]
+    def record(self, arguments):
+        inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         # thread_local: NCCL's watchdog may ask the GPU something meanwhile.

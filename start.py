@@ -1,8 +1,9 @@
 """
 Where a run starts: from scratch, from a checkpoint, or from a model in Hugging Face's format.
 
-    source, resumed = open_start(cfg, world)         # a checkpoint.Source; None: from scratch
-    cfg = final_config(cfg, source, resumed, world)  # with the source's sizes
+    source, resumed = open_start(cfg, world)  # a checkpoint.Source; None: from scratch
+    # With the source's sizes. base: a Source of what no checkpoint of the run holds, or None.
+    cfg, base = final_config(cfg, source, resumed, world)
 
 init_from=resume and auto continue the run in out_dir. Any other source only gives its weights to
 a new run.
@@ -49,8 +50,9 @@ def open_weights(name, world, wanted_by, dataset=None):
 
 
 def final_config(cfg, source, resumed, world):
-    """cfg with the source's model sizes, or the vocabulary size of the data. SystemExit if a file
-    or a flag contradicts them. When resuming, prints other differences."""
+    """(cfg with the source's model sizes, or the vocabulary size of the data; the base that a model
+    file has opened, or None). SystemExit if a file or a flag contradicts the sizes. When resuming,
+    prints other differences."""
     if source:
         theirs = source.header["config"]
         sizes = source.header["model_args"]
@@ -63,15 +65,16 @@ def final_config(cfg, source, resumed, world):
             old = before.get(key, value)
             if old != value and key != "init_from":
                 print0(world, f"{key}={value!r} now, and {old!r} in {source.path}")
-    cfg = with_own_files(cfg, resumed, world)
-    return cfg if source or hasattr(cfg.sizes, "opened") else with_vocabulary(cfg)
+    cfg, base = with_base(cfg, resumed, world)
+    return cfg if source or base else with_vocabulary(cfg), base
 
 
-def with_own_files(cfg, resumed, world):
-    """Let the model file open what its own keys name, and fill in the sizes that it finds there
-    (all ranks). resumed: False for a new run, which will move an earlier run out of cfg.out_dir."""
-    open_files = getattr(configurator.model_file(cfg.model), "open_files", None)
-    return open_files(cfg, world, resumed) if open_files else cfg
+def with_base(cfg, resumed, world):
+    """Let the model file open the base that its own keys name (all ranks): (cfg with its sizes, its
+    Source), or (cfg, None). resumed: False for a new run, which will move an earlier run out of
+    cfg.out_dir."""
+    open_base = getattr(configurator.model_file(cfg.model), "open_base", None)
+    return open_base(cfg, world, resumed) if open_base else (cfg, None)
 
 
 def with_vocabulary(cfg):

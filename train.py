@@ -11,6 +11,9 @@ resuming, logs.
 
 Config files are Python assignments. Files and --key=value flags apply left to right, and
 the last wins.
+
+minimal.py's numbers are in the comments: 1) the mesh, 2) the model on the meta device, 3) shard it,
+4) allocate it and set its values, 5) train, 6) save.
 """
 
 import re
@@ -28,7 +31,7 @@ from configurator import DTYPES, STRATEGIES
 from data.loader import open_batches
 from metrics import Log, describe, ideal_seconds
 from model import derive_seed
-from optimizer import LossScaler, learning_rate_at, make_adamw
+from optimizer import LossScaler, learning_rate_at
 from ranks import StopSignal, all_reduce_mean_, from_rank0, patient_barrier, print0, run, setup
 from recorded import Recorded
 from start import final_config, open_start
@@ -36,41 +39,41 @@ from start import final_config, open_start
 # ---------- build: model, strategy, optimizer, values -------------------------
 
 
-def build(model, cfg, world, source=None):
-    """Allocate a model from the meta device, and load its values from `source` or initialize them
-    (all ranks). Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the
-    model itself."""
+def build(model, cfg, world, source=None, base=None):
+    """Allocate a model from the meta device, and set its values: see set_values (all ranks).
+    Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the model
+    itself."""
     if cfg.cuda_graph:  # CUDA graphs cannot record the default stream: take another throughout
         torch.cuda.set_stream(torch.cuda.Stream())
-    # 1) Allocate memory, for the whole model or for this rank's rows.
     wrapped = parallelize(model, cfg, world)
-    # 2) Make the optimizer before any forward: a forward leaves the root gathered, and its
+    # Make the optimizer before any forward: a forward leaves the root gathered, and its
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
-    # 3) Set the values.
     if source is None:
         print0(world, "drawing initial values, about 3 billion a minute per rank and core")
-    set_values(model, optimizer, source, cfg.seed, world)
+    set_values(model, optimizer, source, base, cfg.seed, world)
     checks.after_building(model, optimizer)
     if cfg.dtype == "float8":
         configurator.named_file("dtype=float8", "float8").scale_each_step(model, optimizer)
     return wrapped, optimizer
 
 
-def set_values(model, optimizer, source, seed, world):
-    """Load the source's values (all ranks). What it cannot have gets initial values: everything
-    without a source, else the parameters in `not_saved`. Each rank draws only the chunks of
-    numbers that overlap its rows."""
+def set_values(model, optimizer, source, base, seed, world):
+    """Load the source's values, or draw initial ones (all ranks). What no checkpoint holds,
+    `not_saved`, comes from the base if it is in `of_base`, else it is drawn too. Each rank draws
+    only the chunks of numbers that overlap its rows."""
     if source:
         checkpoint.load(source, model, optimizer, world)
     for name, p in model.named_parameters():
-        if source is None or name in checkpoint.not_saved(model):
+        if base and name in model.of_base:
+            fsdp.write_full(p, base.value(f"model.{name}", tuple(p.shape), model.config))
+        elif source is None or name in checkpoint.not_saved(model):
             fsdp.write_full(p, model.initial_value(name, p.shape, seed))
     patient_barrier()  # another rank's disk may be slow, and a collective would time out
 
 
 def meta_model(cfg):
-    """The config's model on the meta device: names, shapes, requires_grad, and no memory."""
+    """minimal.py's step 2: names, shapes, requires_grad, and no memory."""
     with torch.device("meta"):
         model = configurator.model_file(cfg.model).Model(cfg.sizes)
     for name in checkpoint.not_saved(model):  # such as LoRA's base: it must stay as it is
@@ -87,30 +90,41 @@ def freeze(model, pattern):
     """Freeze the parameters whose names match: no gradient, no optimizer state."""
     named = dict(model.named_parameters())
     hits = [name for name in named if re.search(pattern, name)]
+    if not hits:
+        raise SystemExit(
+            f"freeze={pattern!r} matches no parameter; names look like {[*named][len(named) // 2]}")
     for name in hits:
         named[name].requires_grad_(False)
-    trained = [name for name, p in named.items() if p.requires_grad]
-    if not hits or not trained:
-        example = list(named)[len(named) // 2]
-        raise SystemExit(
-            f"freeze={pattern!r} matches {len(hits)} of {len(named)} parameters, and "
-            f"{len(trained)} are left to train; names look like {example}")
 
 
 def parallelize(model, cfg, world):
     """Apply precision, activation checkpointing, compilation and strategy to a model on the meta
     device, in place, and allocate its parameters, uninitialized. Returns the module to call
-    (all ranks).
+    (all ranks)."""
+    set_loss_chunks(model, cfg)
+    change_blocks(model, cfg, world)
+    if STRATEGIES[cfg.strategy].sharded:
+        shard_model(model, cfg, world)
+        return model
+    fsdp.allocate(model, world.device)
+    if cfg.strategy == "ddp":
+        return fsdp.replicate(model)
+    if cfg.compile:
+        model.compile(dynamic=False)
+    return model
 
-    Activation checkpointing replaces block.forward first, and compiling second, so that the
-    graph contains the recomputation. FSDP2's hooks stay outside both: a block is gathered before
-    it computes anything, and no graph contains a hook."""
+
+def set_loss_chunks(model, cfg):
     if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
         raise SystemExit(
-            f"loss_chunks={cfg.loss_chunks}: model={cfg.model} has no head_loss that supports it "
-            "(see docs/model_file.md); use --loss_chunks=0")
+            f"loss_chunks: model={cfg.model} has no head_loss for it (see docs/model_file.md)")
     model.loss_chunks = cfg.loss_chunks
-    is_sharded = STRATEGIES[cfg.strategy].sharded
+
+
+def change_blocks(model, cfg, world):
+    """Activation checkpointing replaces block.forward first, and compiling second, so that the
+    graph contains the recomputation. FSDP2's hooks stay outside both: a block is gathered before
+    it computes anything, and no graph contains a hook."""
     if cfg.dtype == "float8":
         configurator.named_file("dtype=float8", "float8").convert(model, cfg, world)
     activations.checkpoint_activations(
@@ -127,19 +141,11 @@ def parallelize(model, cfg, world):
         activations.compile_blocks(model.blocks)
         if hasattr(model, "head_loss"):
             model.head_loss = torch.compile(model.head_loss, dynamic=False)
-    if is_sharded:
-        shard_model(model, cfg, world)
-        return model
-    fsdp.allocate(model, world.device)
-    if cfg.strategy == "ddp":
-        return fsdp.replicate(model)
-    if cfg.compile:
-        model.compile(dynamic=False)
-    return model
 
 
 def shard_model(model, cfg, world):
-    """Apply a sharded strategy's keys to the model, in place (all ranks)."""
+    """minimal.py's steps 1, 3 and the memory of 4, with the keys of a sharded strategy: in place
+    (all ranks)."""
     mesh = fsdp.make_mesh(world.device.type, cfg.shard_group_size)
     units = getattr(model, "units", None)  # a model file may list its own
     if units is None or cfg.wrap_min_params:
@@ -157,9 +163,7 @@ def shard_model(model, cfg, world):
 
 
 def make_optimizer(model, cfg):
-    """AdamW, or what `make` in the file of that name returns."""
-    if cfg.optimizer == "adamw":
-        return make_adamw(model.parameters(), cfg)
+    """What `make` returns in the file that the key names: optimizer.py for adamw."""
     file = configurator.named_file(f"optimizer={cfg.optimizer!r}", cfg.optimizer)
     return file.make(model, cfg)
 
@@ -167,53 +171,63 @@ def make_optimizer(model, cfg):
 # ---------- one step, one evaluation ------------------------------------------
 
 
-def micro_batch(wrapped, cfg, world):
-    """The function that train_step calls for each micro-batch: (x, y, weight) -> its part of the
-    step's loss, times float16's scale, a 0-d tensor. It adds to the gradients. With cuda_graph it
-    is recorded."""
-    accumulation = cfg.gradient_accumulation_steps // world.size  # micro-batches per rank
-
-    def forward_backward(x, y, weight):
-        with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
-            # Keep only the loss: holding the logits would keep their memory. FSDP and DDP average
-            # over ranks; dividing by accumulation averages over micro-batches.
-            loss = wrapped(x, y)[1] * weight / accumulation
-        if torch.is_grad_enabled():  # Recorded calls this without gradients, to check a replay
-            loss.backward()
-        return loss.detach()
-
-    if cfg.cuda_graph:
-        return Recorded(forward_backward, accumulation, lambda: fsdp.inference(wrapped, True))
-    return forward_backward
+def forward(wrapped, x, y, weight, cfg, world):
+    """The loss of x (B, T) and y (B, T), times their weight: a 0-d tensor."""
+    with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
+        # Keep only the loss: holding the logits would keep their memory.
+        return wrapped(x, y)[1] * weight
 
 
-def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward):
+def forward_backward(wrapped, x, y, weight, cfg, world):
+    """One micro-batch (all ranks): add to the gradients. Returns its part of the step's loss, times
+    float16's scale: a 0-d tensor. FSDP2 and DDP average over ranks; the weight is for the mean over
+    micro-batches."""
+    loss = forward(wrapped, x, y, weight, cfg, world)
+    loss.backward()
+    return loss.detach()
+
+
+def with_recording(function, cfg, world):
+    """forward_backward, or with cuda_graph a recording of it, to keep from step to step."""
+
+    def without_backward(wrapped, *args):
+        with fsdp.inference(wrapped, training=True):
+            return forward(wrapped, *args)
+
+    if not cfg.cuda_graph:
+        return function
+    return Recorded(function, cfg.gradient_accumulation_steps // world.size, without_backward)
+
+
+def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward):
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
-    forward_backward: from micro_batch; a recorded one is kept from step to step.
+    model: the one inside wrapped. forward_backward: the function above, or its recording.
 
-    Returns this rank's loss (average it over ranks for the step's loss) and the global gradient
-    norm before clipping. Both are 0-d tensors: reading them waits for the device.
+    Returns numbers for the log, {name: 0-d tensor on the device}: it writes their means over ranks.
+    The mean of the ranks' losses is the step's; the gradient norm, before clipping, is the same on
+    all. Reading one waits for the device.
     """
-    accumulation = cfg.gradient_accumulation_steps // world.size
     for group in optimizer.param_groups:
         group["lr"] = learning_rate_at(step, cfg)
-    every = cfg.grad_sync == "every"
+    micro_batches = cfg.gradient_accumulation_steps // world.size  # of this rank
+    every = cfg.grad_sync == "every"  # by default FSDP2 reduces after each, and DDP after the last
+    # ZeRO-1: units that forward leaves gathered, and whose gradients are reduced after the last
+    # micro-batch only, stay gathered until then.
     keep_gathered = not every and not STRATEGIES[cfg.strategy].reshard_after_forward
-    scale = scaler.scale  # the loss is multiplied by it; `accepts` below may change it
-    step_loss = torch.zeros((), device=world.device)
-    for micro in range(accumulation):
-        is_last = micro == accumulation - 1
-        # grad_sync: by default DDP reduces in the last micro-batch, and FSDP2 in each.
+    scale = scaler.scale  # float16's, else 1; `accepts` below may change it
+    loss = torch.zeros((), device=world.device)
+    for micro in range(micro_batches):
+        is_last = micro == micro_batches - 1
         fsdp.set_grad_sync(wrapped, is_last, every=every, keep_gathered=keep_gathered)
         # Seed dropout by the micro-batch's number within the step, so that its masks are the same
         # at any world size.
         torch.manual_seed(derive_seed(cfg.seed, step, micro * world.size + world.rank))
-        x, y, weight = batches.get(step, micro)
-        # weight is n / mean(n): n targets count in this micro-batch, and the mean is over all
+        x, y, share = batches.get(step, micro)
+        # share is n / mean(n): n targets count in this micro-batch, and the mean is over all
         # micro-batches of the step (data/loader.py). So each target of the step counts equally.
         # A tensor, since a recording would keep a number. (`full` does not wait for the GPU.)
-        weight = torch.full((), weight * scale, device=world.device)
-        step_loss += forward_backward(x, y, weight)
+        weight = torch.full((), share * scale / micro_batches, device=world.device)
+        loss += forward_backward(wrapped, x, y, weight, cfg, world)
         # Fetch the next micro-batch while the GPU works on this one.
         batches.prefetch_next(step, micro)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scale)
@@ -221,13 +235,13 @@ def train_step(wrapped, optimizer, scaler, batches, step, cfg, world, forward_ba
     if scaler.accepts(norm):
         optimizer.step()
     fsdp.zero_grad(wrapped, optimizer, in_place=cfg.cuda_graph)
-    return step_loss / scale, norm
+    return {"loss": loss / scale, "grad_norm": norm}
 
 
 def evaluate(wrapped, batches, cfg, world):
     """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers)."""
-    splits = ("train", "val")
-    return {split: mean_loss(wrapped, batches.fixed(split), cfg, world) for split in splits}
+    return {
+        split: mean_loss(wrapped, batches.fixed(split), cfg, world) for split in ("train", "val")}
 
 
 def mean_loss(wrapped, weighted_batches, cfg, world):
@@ -239,9 +253,7 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
             # any world size.
             number = turn * world.size + world.rank
             torch.manual_seed(derive_seed(cfg.seed, "evaluation", number))
-            with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
-                loss = wrapped(x, y)[1]
-            sums[0] += loss * weight
+            sums[0] += forward(wrapped, x, y, weight, cfg, world)
             sums[1] += weight
     total, weights = all_reduce_mean_(sums.cpu(), world)
     return (total / weights).item()
@@ -260,16 +272,16 @@ def train(cfg):
     if not cfg.eval_only:
         from_rank0(world, directory.lock)
     source, resumed = open_start(cfg, world)
-    cfg = final_config(cfg, source, resumed, world)
+    cfg, base = final_config(cfg, source, resumed, world)
     first_step = source.header["iter_num"] if source else 0
     model = meta_model(cfg)
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
-    wrapped, optimizer = build(model, cfg, world, source)
-    work = micro_batch(wrapped, cfg, world)
+    wrapped, optimizer = build(model, cfg, world, source, base)
+    work = with_recording(forward_backward, cfg, world)
     scaler = LossScaler(cfg)  # for float16
     scaler.load_state_dict(source.header.get("scaler") if source else None)
-    for line in describe(cfg, model, batches, source, world):
+    for line in describe(cfg, model, optimizer, batches, source, world):
         print0(world, line)
     # eval_only leaves the directory as it is.
     run_id = None
@@ -278,9 +290,7 @@ def train(cfg):
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
     saver = saves.Saver(directory.path, run_id, cfg, world, source, batches)
     # Drop the memory maps: a file that is replaced takes space while it is mapped.
-    source = None
-    if hasattr(cfg.sizes, "opened"):
-        cfg.sizes.opened = None
+    source = base = None
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---
@@ -319,14 +329,16 @@ def train(cfg):
             break
 
         # Else one optimizer step.
-        loss, norm = train_step(wrapped, optimizer, scaler, batches, step, cfg, world, work)
+        numbers = train_step(
+            model, wrapped, optimizer, scaler, batches, step, cfg, world, work)
         if optimizer.state and not is_checked:  # float16 may have skipped the first steps
             checks.after_first_step(model, optimizer)
             is_checked = True
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
-            lossf = all_reduce_mean_(loss.cpu(), world).item()  # synchronization point
-            saver.require_finite(lossf, "loss", step)
-            log.step(step, lossf, norm.item(), batches.seconds, optimizer, scaler)
+            means = torch.stack([*numbers.values()]).cpu()  # synchronization point
+            means = dict(zip(numbers, all_reduce_mean_(means, world).tolist()))
+            saver.require_finite(means["loss"], "loss", step)
+            log.step(step, means, batches.seconds, optimizer, scaler)
             batches.seconds = 0.0
         step += 1
 

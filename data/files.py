@@ -13,7 +13,6 @@ X.bin may come with X.mask, which says what is learned: see extras/masked.py. Wi
 model learns all tokens.
 """
 
-import importlib
 import json
 import os
 from pathlib import Path
@@ -28,15 +27,6 @@ FORMATS = {
     np.dtype(np.uint32): (20240801, 7),
 }
 RECORD = "prepare.json"
-
-
-def extra(name, wanted_by):
-    """The module extras/<name>.py, which a fork may have deleted. (configurator.named_file would
-    do, but imports torch, and preparing data needs none.)"""
-    path = Path(__file__).absolute().parents[1] / "extras" / f"{name}.py"
-    if not path.exists():
-        raise SystemExit(f"{wanted_by} needs extras/{name}.py, which is not here")
-    return importlib.import_module(f"extras.{name}")
 
 
 # ---------- writing: all or nothing -------------------------------------------

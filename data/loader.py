@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.files import extra, has_masks, open_split
+from configurator import named_file
+from data.files import has_masks, open_split
 
 HERE = Path(__file__).absolute().parent
 GOLDEN = (5**0.5 - 1) / 2  # epoch e begins e * GOLDEN % 1 of a window later: evenly spread
@@ -33,8 +34,7 @@ GOLDEN = (5**0.5 - 1) / 2  # epoch e begins e * GOLDEN % 1 of a window later: ev
 def open_batches(cfg, world):
     """The Batches for cfg.dataset, which may have masks."""
     if has_masks(data_dir(cfg.dataset)):
-        masked = extra("masked", wanted_by=f"dataset={cfg.dataset}")
-        return masked.MaskedBatches(cfg, world)
+        return named_file(f"dataset={cfg.dataset}", "masked").MaskedBatches(cfg, world)
     return Batches(cfg, world)
 
 

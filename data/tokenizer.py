@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.files import extra
-
 TOKENIZER = "tokenizer.json"
 
 
@@ -32,7 +30,7 @@ def tokenizer(meta, directory=""):
         return lambda text: list(text.encode()), decode_bytes, meta["vocab_size"]
     if name == TOKENIZER:
         file = os.path.join(directory, TOKENIZER)
-        library = extra("hf_tokenizer", wanted_by=file)
+        library = hugging_faces(file)
         hf, vocab_size = library.open_tokenizer(file)
         return partial(library.encode_prompt, hf), hf.decode, vocab_size
     if name == "gpt2":
@@ -100,7 +98,14 @@ def encoder(name):
     if name == "gpt2":
         bpe = gpt2_bpe()
         return Encoder(bpe.encode_ordinary, bpe.eot_token, 50304, name)
-    return extra("hf_tokenizer", wanted_by=f"tokenizer={name}").encoder_of(name)
+    return hugging_faces(f"tokenizer={name}").encoder_of(name)
+
+
+def hugging_faces(wanted_by):
+    """The module extras/hf_tokenizer.py, which a fork may have deleted."""
+    from configurator import named_file  # only here: it imports torch, which takes seconds
+
+    return named_file(wanted_by, "hf_tokenizer")
 
 
 def gpt2_bpe():

@@ -30,7 +30,7 @@ from metrics import flops_per_token, peak_flops, peak_memory
 from optimizer import LossScaler
 from ranks import print0, run, setup
 from start import with_vocabulary
-from train import build, meta_model, micro_batch, train_step
+from train import build, forward_backward, meta_model, train_step, with_recording
 
 
 def main(argv):
@@ -94,14 +94,15 @@ def training(cfg, world):
     """A run that yields each step's milliseconds (all ranks). It is a generator, so that
     several runs can take turns."""
     batches = open_batches(cfg, world)
-    wrapped, optimizer = build(meta_model(cfg), cfg, world)
+    model = meta_model(cfg)
+    wrapped, optimizer = build(model, cfg, world)
     scaler = LossScaler(cfg)
-    forward_backward = micro_batch(wrapped, cfg, world)
+    work = with_recording(forward_backward, cfg, world)
     for step in count():
         start = perf_counter()
-        loss, _ = train_step(
-            wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward)
-        loss.item()  # synchronization point: all that was queued is done
+        numbers = train_step(
+            model, wrapped, optimizer, scaler, batches, step, cfg, world, work)
+        numbers["loss"].item()  # synchronization point: all that was queued is done
         yield 1e3 * (perf_counter() - start)
 
 

@@ -30,7 +30,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, name_of
 from extras.hf_tokenizer import BESIDE, encoder_of, local_copy
 from ranks import World, run
-from start import open_start, with_own_files
+from start import open_start, with_base
 
 # Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -366,7 +366,7 @@ def merged(source):
     sizes = source.header["model_args"]
     config = source.header["config"]
     cfg = make_config({"model": config["model"], **sizes})
-    base = with_own_files(cfg, True, World()).sizes.opened
+    _, base = with_base(cfg, True, World())
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):

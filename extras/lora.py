@@ -42,8 +42,6 @@ class Keys:
     lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
 
-    opened = None  # no key: the base's Source, from open_base until the values are read
-
     def __post_init__(self):
         if hasattr(super(), "__post_init__"):
             super().__post_init__()
@@ -71,16 +69,14 @@ def around(name):
         def initial_value(self, name, shape, seed):
             if ".lora_" in name:
                 return initial_value(name, shape, seed)
-            if name in self.of_base and self.config.opened:
-                return self.config.opened.value(f"model.{name}", tuple(shape), self.config)
             return super().initial_value(name, shape, seed)  # a tool that measures opens no base
 
-    open_files = partial(open_base, name)
-    return SimpleNamespace(ModelConfig=ModelConfig, Model=Model, open_files=open_files)
+    return SimpleNamespace(
+        ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
 
 
 def open_base(name, cfg, world, resumed):
-    """cfg with the sizes of its base, which is open now (all ranks)."""
+    """(cfg with the sizes of its base, the base's Source) (all ranks)."""
     base = cfg.sizes.base
     if not base:
         raise SystemExit(
@@ -103,8 +99,7 @@ def open_base(name, cfg, world, resumed):
     cfg = with_sizes(
         cfg, cfg.model, source.header["model_args"], source.path, whole_context=False)
     cfg.sizes.base_origin = before or now
-    cfg.sizes.opened = source
-    return cfg
+    return cfg, source
 
 
 def adapt(model, config):

@@ -440,7 +440,8 @@ def plain_training(cfg):
 def started(cfg, world):
     """(its final config, the Source of its values, whether it goes on), as train.train does."""
     source, resumed = open_start(cfg, world)
-    return final_config(cfg, source, resumed, world), source, resumed
+    cfg, _ = final_config(cfg, source, resumed, world)
+    return cfg, source, resumed
 
 
 def built(tmp, **overrides):
@@ -452,17 +453,18 @@ def built(tmp, **overrides):
     wrapped, optimizer = train.build(model, cfg, world)
     return types.SimpleNamespace(
         world=world, cfg=cfg, wrapped=wrapped, model=model, optimizer=optimizer,
-        batches=open_batches(cfg, world), micro_batch=train.micro_batch(wrapped, cfg, world))
+        batches=open_batches(cfg, world),
+        forward_backward=train.with_recording(train.forward_backward, cfg, world))
 
 
 def steps(run, first=0, n=1, scaler=None):
     """Its optimizer steps first .. first + n - 1; (loss, norm) of the last."""
     scaler = scaler or LossScaler(run.cfg)
     for step in range(first, first + n):
-        loss, norm = train.train_step(
-            run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
-            run.micro_batch)
-    return loss.item(), norm.item()
+        numbers = train.train_step(
+            run.model, run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
+            run.forward_backward)
+    return numbers["loss"].item(), numbers["grad_norm"].item()
 
 
 # as FSDP2 and ours call them; the _single names are newer

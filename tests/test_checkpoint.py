@@ -227,7 +227,7 @@ def case_both_kinds(tmp, out, freeze):
         saver.finish()
     for source in (full, checkpoint.find(out, run.world)):
         with patch.object(train, "patient_barrier") as wait:
-            train.set_values(run.model, run.optimizer, source, run.cfg.seed, run.world)
+            train.set_values(run.model, run.optimizer, source, None, run.cfg.seed, run.world)
         wait.assert_called_once()
 
 

@@ -16,7 +16,15 @@ import torch
 from harness import HERE, Ranks, arguments, refused, script, tiny
 
 import train
-from configurator import Config, best_dtype, keys_of, load_config, resolve, with_sizes
+from configurator import (
+    Config,
+    best_dtype,
+    keys_of,
+    load_config,
+    model_file,
+    resolve,
+    with_sizes,
+)
 from ranks import World
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before its library is imported, which looks once
@@ -132,6 +140,15 @@ def test_config_unknown_model_is_not_imported(tmp_path, monkeypatch, capsys, nam
     assert capsys.readouterr().out == ""
 
 
+def test_config_ones_own_gpt2_or_adamw_is_not_ignored(models):
+    """model.py and optimizer.py have these names."""
+    (models / "gpt2.py").touch()
+    (models / "adamw.py").touch()
+    assert "model='gpt2' is model.py" in refused(model_file, "gpt2")
+    said = refused(train.make_optimizer, None, Config(optimizer="adamw"))
+    assert "optimizer='adamw' is optimizer.py; give your adamw.py another name" == said
+
+
 # ---------- what a config means on these ranks --------------------------------
 
 ONE, TWO = World(), World(size=2, local_size=2)
@@ -203,7 +220,7 @@ resolve TOY
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
   --grad_clip=-1 | turn gradients around
   --cpu_offload=25 | from 0 to 1
-  --eval_iters=0; --batch_size=0; --log_interval=0; --eval_interval=0 | at least 1
+  --eval_iters=0 | at least 1
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
   --activation_offload=True | --activation_checkpointing=full
   --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full
@@ -217,7 +234,7 @@ train.py TOY
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again
   --dataset=ODD/beyond; --dataset=ODD/npy | fix meta.json
   --dataset=ODD/short; --block_size=100000 | lower it
-  --freeze=nothing; --freeze=. | names look like transformer.
+  --freeze=nothing | names look like transformer.
   --optimizer=sdg | no sdg.py
   --init_from=resume | no checkpoint in
   --vocab_size=10 | tokenizer

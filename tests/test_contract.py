@@ -3,6 +3,7 @@ The contract of a model file, as tests of your file; docs/model_file.md explains
 
     python -m pytest -q tests/test_contract.py --model=NAME            # the file alone
     python -m pytest -q tests/test_contract.py --model=NAME --ranks    # and trained in every mode
+    python -m pytest -q tests/test_contract.py --model=NAME --ranks --optimizer=OTHER  # by your own
     python -m pytest -q tests/test_contract.py                         # model.py alone
 
 NAME is NAME.py, as train.py takes it. What a failure says is what to change in the file. On two
@@ -59,6 +60,8 @@ WRONG = set()  # models whose file alone has failed
 def pytest_generate_tests(metafunc):
     option = metafunc.config.getoption
     KEYS.update(key.split("=", 1) for key in option("--keys") or [])
+    if option("--optimizer"):
+        KEYS["optimizer"] = option("--optimizer")[-1]
     if "model" in metafunc.fixturenames:
         models = option("--model") or metafunc.module.USUAL
         trains = "sound" in metafunc.fixturenames
@@ -164,8 +167,13 @@ def parts(cfg):
 
 
 def parameters(cfg):
-    """On meta, in fp32, no scalars; and a first value for each, from seed and name alone."""
+    """On meta, in fp32, no scalars; and a first value for each, from seed and name alone. Buffers
+    are constants, which nothing fills or saves."""
     ours = train.meta_model(cfg)
+    for name, buffer in ours.named_buffers():
+        ask(not buffer.is_meta and name not in ours.state_dict(),
+            f"the buffer {name} must be a constant that __init__ computes with device='cpu' and "
+            "registers with persistent=False; else nothing gives it values, or saves it")
     drawn_by = {}  # {name: value} of what the seed decides
     for name, p in ours.named_parameters():
         ask(p.is_meta, f"{name} must be made where torch.device says, so by no .to() or cpu()")
@@ -397,8 +405,11 @@ BF16 = (
 
 @torch.no_grad()
 def loss_in_bf16(cfg):
-    """As FSDP2 has it: bf16 are the parameters, and the floating-point arguments of a block."""
-    ours = awake(cfg).bfloat16()
+    """As FSDP2 has it: bf16 are the parameters, and the floating-point arguments of a block; not
+    the buffers."""
+    ours = awake(cfg)
+    for p in ours.parameters():
+        p.data = p.bfloat16()
 
     def to_bf16(t):
         return t.bfloat16() if t.is_floating_point() else t
@@ -446,7 +457,7 @@ def loss_in_training(cfg):
 
 def any_device(cfg):
     """Two devices are told apart by meta and cpu."""
-    ours = train.meta_model(cfg)
+    ours = train.meta_model(cfg).to("meta")  # buffers too, which shard and allocate move
     idx = torch.zeros(3, 16, dtype=torch.long, device="meta")
     with asked("forward must run on any device, and on the meta device: make tensors with "
                "device=idx.device, and let no shape or branch depend on values"), OneDevice():
@@ -639,8 +650,14 @@ def results_of(tmp, model, world):
 
 
 @functools.cache
-def plain(tmp, model):
-    return plain_training(small(tmp, model, strategy="single"))
+def expected_of(tmp, model):
+    """What plain PyTorch gives, with its AdamW. Of another optimizer: what one process does."""
+    *expected, counts = plain_training(small(tmp, model, strategy="single"))
+    if "optimizer" in KEYS:
+        rows = run_training(tmp, f"{model}-alone", model=model, **KEYS)
+        expected = [[row[key] for row in rows] for key in ("loss", "grad_norm")]
+        expected.append(read_ckpt(os.path.join(tmp, f"{model}-alone"))["model"])
+    return *expected, counts
 
 
 def compare(tmp, name, rows, expected, remedy):
@@ -661,9 +678,9 @@ def compare(tmp, name, rows, expected, remedy):
 @pytest.mark.usefixtures("sound")
 @pytest.mark.parametrize("name", MODES)
 def test_contract_modes(tmp, model, name):
-    """The losses, norms and weights of plain PyTorch; in bf16 nearly."""
+    """The losses, norms and weights that are expected; in bf16 nearly."""
     world, _ = MODES[name]
-    expected = plain(tmp, model)
+    expected = expected_of(tmp, model)
     if world == 1:
         rows = run_training(tmp, f"{model}-single", model=model, **KEYS)
     else:

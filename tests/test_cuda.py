@@ -162,10 +162,10 @@ def case_unlogged_steps(tmp, device, **keys):
     steps(run, scaler=scaler)  # makes the optimizer's state
     with no_synchronization(device):
         for step in (1, 2):
-            loss, norm = train.train_step(
-                run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
-                run.micro_batch)
-    return loss.item(), norm.item()
+            numbers = train.train_step(
+                run.model, run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg,
+                run.world, run.forward_backward)
+    return [number.item() for number in numbers.values()]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

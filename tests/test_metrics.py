@@ -26,7 +26,7 @@ def log_step(log, step, loss=4.0, norm=1.0, waited=0.0):
     """What train.train logs of a step. waited: seconds for its batches."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
     scaler = LossScaler(SimpleNamespace(dtype="float32"))
-    log.step(step, loss, norm, waited, optimizer, scaler)
+    log.step(step, dict(loss=loss, grad_norm=norm, own=0.25), waited, optimizer, scaler)
 
 
 def test_metrics_lines_and_rows(tmp, capsys):
@@ -123,14 +123,26 @@ def test_metrics_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, 
     log = metrics.Log(cfg, World(size=2), str(tmp_path), "the-id", 0, ideal_s)
     monkeypatch.setattr(metrics.time, "time", lambda: 7.0)
     log_step(log, 0, waited=0.5)
-    assert "time 2000.00ms, mfu 10.00%, 192 tok/s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "time 2000.00ms, mfu 10.00%, 192 tok/s, grad_norm 1.0000, own 0.2500, data" in said
     monkeypatch.setattr(metrics.time, "time", lambda: 11.0)
     log_step(log, 1, waited=0.25, norm=math.inf)  # which JSON does not have
     rows = read_metrics(tmp_path)
     assert [row["mfu"] for row in rows] == pytest.approx([0.1, 0.05])
     assert [row["time_ms"] for row in rows] == pytest.approx([2e3, 4e3])
     assert [row["data_ms"] for row in rows] == [500, 250]
-    assert [row["grad_norm"] for row in rows] == [1.0, None]
+    assert [(row["grad_norm"], row["own"]) for row in rows] == [(1.0, 0.25), (None, 0.25)]
+
+
+def test_metrics_a_run_says_what_decays(tmp, capsys):
+    """Once, and each kind of layer once."""
+    run_training(tmp, "decays", max_iters=1, weight_decay=0.3, freeze="wpe", bias=False)
+    first, second = re.findall("^weight_decay=(.*)", capsys.readouterr().out, re.M)
+    layers = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert first == ", ".join(["0.3: transformer.wte.weight"] + [
+        f"transformer.h.*.{name}.weight" for name in layers])
+    assert second == "0.0: " + ", ".join(
+        f"transformer.{name}.weight" for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"))
 
 
 def test_metrics_wandb(tmp, tmp_path, monkeypatch):

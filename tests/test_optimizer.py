@@ -17,7 +17,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, on_ranks, plain_gpt, read_metrics, refused, run_training, tiny, values
+from harness import (
+    HERE,
+    on_ranks,
+    plain_gpt,
+    read_ckpt,
+    read_metrics,
+    refused,
+    run_training,
+    tiny,
+    values,
+)
 from torch.distributed.tensor import DTensor
 
 import fsdp
@@ -28,13 +38,16 @@ from ranks import World
 
 
 def test_optimizer_groups_are_nanogpts(tmp):
-    """Matrices and embeddings decay, vectors do not; what is frozen is in neither."""
+    """Matrices and embeddings decay, vectors do not, nor does a marked matrix; what is frozen is in
+    neither."""
     gpt = plain_gpt()
+    marked = "transformer.h.0.mlp.c_fc.weight"
+    gpt.get_parameter(marked)._no_weight_decay = True
     train.freeze(gpt, r"wpe|h\.1\.")
     optimizer = make_adamw(gpt.parameters(), tiny(tmp, weight_decay=0.3, beta1=0.8, beta2=0.9))
     names = {p: name for name, p in gpt.named_parameters()}
     left = [n for n in names.values() if "wpe" not in n and ".h.1." not in n]
-    vectors = [n for n in left if n.endswith("bias") or ".ln_" in n]
+    vectors = [n for n in left if n.endswith("bias") or ".ln_" in n or n == marked]
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     assert groups == [[n for n in left if n not in vectors], vectors]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
@@ -115,14 +128,19 @@ def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):
 
 
 class Factored(torch.optim.Optimizer):
-    """Rows' sizes as a DTensor; of a matrix its columns', which every rank has whole; a count."""
+    """Rows' sizes as a DTensor; of a matrix its columns', which every rank has whole; a count; and
+    in the group numbers that say how far a step goes, as Prodigy and schedule-free AdamW have."""
 
     def __init__(self, model, cfg):
-        super().__init__(model.parameters(), dict(lr=cfg.learning_rate))
+        own = dict(lr=cfg.learning_rate, weight_decay=cfg.weight_decay, k=0, total=0.0)
+        super().__init__(model.parameters(), own)
 
     @torch.no_grad()
     def step(self):
-        for p in self.param_groups[0]["params"]:
+        group = self.param_groups[0]
+        group["k"] += 1
+        group["total"] += group["k"] / 3
+        for p in group["params"]:
             state, grad, matrix = self.state[p], p.grad, p.dim() > 1
             of_rows = grad.square().flatten(1).sum(1) if matrix else grad**2
             if not state:
@@ -137,7 +155,7 @@ class Factored(torch.optim.Optimizer):
                 whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 state["columns"] += whole.square().sum(0)
                 scale = (state["rows"] + state["columns"].sum()).sqrt()[:, None]
-            p.sub_(grad / (scale + 1e-3), alpha=self.param_groups[0]["lr"])
+            p.sub_(grad / (scale + 1e-3), alpha=group["lr"] / group["total"])
 
 
 def case_own(tmp, name, **keys):
@@ -161,6 +179,10 @@ def test_own_state_of_any_shape_is_saved_and_resharded(tmp):
             values(results, kind)
     for run in runs.values():
         assert case_own(**run, max_iters=6) == pytest.approx(whole, rel=1e-6)
+    # What a key sets is not the checkpoint's.
+    case_own(**dict(run, checkpoint="full"), max_iters=7, weight_decay=0.5)
+    [group] = read_ckpt(f"{tmp}/{run['name']}")["param_groups"]
+    assert (group["weight_decay"], group["k"]) == (0.5, 7)
 
 
 def with_state(of):

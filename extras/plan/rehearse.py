@@ -150,8 +150,8 @@ def step(wrapped, model, cfg, world, ledger):
         prefetch_next=lambda step, micro: None,
     )
     scaler = LossScaler(replace(cfg, dtype="float32"))  # the norm has no value to look at
-    forward_backward = train.micro_batch(wrapped, replace(cfg, cuda_graph=False), world)
-    train.train_step(wrapped, optimizer, scaler, batches, 0, cfg, world, forward_backward)
+    train.train_step(
+        model, wrapped, optimizer, scaler, batches, 0, cfg, world, train.forward_backward)
     return ledger.timeline()  # now: afterwards the optimizer's memory is freed
 
 

@@ -122,11 +122,12 @@ def live(cfg, world):
     0's own, in a group that sends nothing."""
     # torch 2.13 makes no gloo group, such as the patient one, beside a fake one.
     with fake_group(world), patch.object(train, "patient_barrier"), MemoryTracer() as tracer:
-        wrapped, optimizer = train.build(train.meta_model(cfg), cfg, world)
-        work = train.micro_batch(wrapped, cfg, world)
+        model = train.meta_model(cfg)
+        wrapped, optimizer = train.build(model, cfg, world)
         for step in range(2):  # the first makes the optimizer's state
             tracer.clear()
-            train.train_step(wrapped, optimizer, *step_of(cfg), step, cfg, world, work)
+            train.train_step(
+                model, wrapped, optimizer, *step_of(cfg), step, cfg, world, train.forward_backward)
     kinds = {name.replace(".", "::"): kind for name, (kind, *_) in COLLECTIVES.items()}
     return max(tracer.bytes), {kinds[name]: n for name, n in tracer.collectives.items()}
 
@@ -150,9 +151,10 @@ def tracked(cfg, world):
 
         hook = torch.nn.modules.module.register_module_forward_pre_hook(restart)
         with tracker:
-            work = train.micro_batch(wrapped, cfg, world)
             for step in range(2):  # the first makes the optimizer's state
-                train.train_step(wrapped, optimizer, *step_of(cfg), step, cfg, world, work)
+                train.train_step(
+                    model, wrapped, optimizer, *step_of(cfg), step, cfg, world,
+                    train.forward_backward)
         hook.remove()
         return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 

@@ -27,7 +27,7 @@ RULES = [  # (a part of commands, what to do with them); the first that fits; No
     ("--nnodes", None), ("TORCH_DISABLE", None),  # two nodes: test_faults.py restarts them
     ("SLURM_", None), ("sbatch", None),
     ("$A", None),  # 13B: test_commands_for_fairseqs_two_resolve
-    ("nadam", None), ("gpt2+scale", None),  # test_fork.py has the page's files
+    ("nadam", None), ("=rotary", None), ("gpt2+scale", None),  # test_fork.py has the page's files
     ("my_chats", None),  # extras/docs/finetuning.md has it
     ("minimal.py", Run(exact="2")),
     ("own_model.py", Run(["--steps=10"])),

@@ -9,16 +9,20 @@ import re
 from unittest.mock import patch
 
 import pytest
+import test_contract as contract
 import torch
 from commands import read
 from harness import (
+    arguments,
     assert_same_weights,
     built,
     copied,
     on_ranks,
     python,
     read_ckpt,
+    read_metrics,
     run_training,
+    torchrun,
     two_each,
     values,
 )
@@ -36,14 +40,82 @@ def shown(name):
     return block
 
 
+FILES = {"rotary": "RotaryAttention", "zloss": "logsumexp", "nadam": "NAdam"}  # name: what is in it
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory):
+    """A copy of the project with the files of the page's walk, and its changes of the core."""
+    copy = copied(tmp_path_factory.mktemp("walk") / "copy")
+    for name, word in FILES.items():
+        (copy / f"{name}.py").write_text(shown(word))
+    code = {path: (copy / path).read_text() for path in ("train.py", "configurator.py")}
+    for diff in re.findall(r"^```diff\n(.*?)^```", read("docs/fork.md"), re.M | re.S):
+        before = re.sub(r"^(\+.*\n|[ -])", "", diff, flags=re.M)
+        [path] = [path for path in code if code[path].count(before) == 1]
+        code[path] = code[path].replace(before, re.sub(r"^(-.*\n|[ +])", "", diff, flags=re.M))
+        (copy / path).write_text(code[path])
+    return copy
+
+
+def test_fork_models_of_the_walk_keep_the_contract(tmp, models):
+    losses = {run_training(tmp, "gpt2", max_iters=1)[0]["loss"]}
+    for name in ("rotary", "zloss"):
+        (models / f"{name}.py").write_text(shown(FILES[name]))
+        contract.test_contract_of_the_file(tmp, name)
+        losses.add(run_training(tmp, name, model=name, max_iters=1)[0]["loss"])
+    assert len(losses) == 3  # positions matter, and so does the normalizer
+
+
 @pytest.mark.slow
-def test_fork_a_file_adds_an_optimizer(tmp_path):
-    """docs/fork.md has it, and the test to run: both, in a copy of the project."""
-    copy = copied(tmp_path / "copy")
-    (copy / "nadam.py").write_text(shown("NAdam"))
-    command = re.search(r"^python (-m pytest .*)", read("docs/fork.md"), re.M)[1].split()
-    p = python(*command, "-k", "every", cwd=copy, env={"PYTHONPATH": str(copy)})
-    assert p.returncode == 0 and "1 passed" in p.stdout, p.stdout
+@pytest.mark.parametrize("end, passed", [
+    ("model=rotary --ranks", 14), ("test_optimizer.py --optimizer=nadam", 1),
+    ("optimizer=nadam --ranks", 14), ("test_metrics.py", 10)])
+def test_fork_the_walks_own_tests_pass(walked, end, passed):
+    commands = re.findall(r"^python -m (pytest .*)", read("docs/fork.md"), re.M)
+    [command] = [line for line in commands if line.endswith(end)]
+    more = ["-k", "every"] if passed == 1 else []
+    p = python("-m", *command.split(), *more, cwd=walked, env={"PYTHONPATH": str(walked)})
+    assert p.returncode == 0, p.stdout
+    assert int(re.search(r"(\d+) passed", p.stdout)[1]) >= passed
+
+
+def walked_run(tmp, walked, world, **keys):
+    """The rows of metrics.jsonl of a run of the changed copy."""
+    out = f"{tmp}/walk-{keys['strategy']}"
+    keys = dict(gradient_accumulation_steps=4, max_iters=3, eval_interval=3, **keys)
+    p = torchrun(world, "train.py", *arguments(tmp, out, **keys), cwd=walked,
+                 env={"PYTHONPATH": str(walked)})
+    assert p.returncode == 0, p.stdout + p.stderr
+    return read_metrics(out)
+
+
+@pytest.mark.slow
+def test_fork_the_changed_step_has_equal_numbers_under_every_strategy(tmp, walked):
+    """The norms of the blocks' gradients are plain PyTorch's."""
+    run = built(tmp, gradient_accumulation_steps=4)
+    for micro in range(4):
+        x, y, _ = run.batches.get(0, micro)
+        (run.model(x, y)[1] / 4).backward()
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in block.parameters()]).item()
+             for block in run.model.blocks]
+    steps = {}
+    for world, strategy in ((2, "ddp"), (2, "full_shard")):
+        rows = walked_run(tmp, walked, world, strategy=strategy)
+        steps[strategy] = [row for row in rows if "loss" in row]
+        assert [steps[strategy][0][f"norm_{i}"] for i in range(3)] == pytest.approx(norms, rel=1e-5)
+    for ddp, sharded in zip(*steps.values(), strict=True):
+        for key in ("loss", "grad_norm", "norm_0", "norm_1", "norm_2"):
+            assert ddp[key] == pytest.approx(sharded[key], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fork_the_changed_step_leaves_out_what_jumps(tmp, walked):
+    """Here all steps, or none."""
+    for limit in (1e-6, 1e6):
+        rows = walked_run(tmp, walked, 2, strategy="full_shard", skip_above=limit)
+        first, last = [row["val_loss"] for row in rows if "val_loss" in row]
+        assert (first == last) == (limit < 1)
 
 
 class Averaging(torch.optim.AdamW):
