@@ -1,15 +1,17 @@
 """
-A model of your own under FSDP2, with fsdp.py and checks.py, and nothing else of this repository. A
-small vision transformer, of PyTorch's own layers, learns to tell ten patterns under noise.
+A model of your own under FSDP2, with fsdp.py, checks.py and activations.py, and nothing else of
+this repository. A small vision transformer with rotary positions learns to tell ten patterns under
+noise.
 
-    torchrun --standalone --nproc_per_node=2 docs/own_model.py           # sharded
-    torchrun --standalone --nproc_per_node=2 docs/own_model.py --plain   # not: the same losses
+    torchrun --standalone --nproc_per_node=2 docs/own_model.py    # sharded
+    python docs/own_model.py                                      # not: the same losses
 
-Go on with another number of ranks, or in bfloat16:
+Go on with another number of ranks. Or compute in bfloat16, and with less memory in less time:
 
     torchrun --standalone --nproc_per_node=2 docs/own_model.py --save=out-own
     torchrun --standalone --nproc_per_node=3 docs/own_model.py --resume=out-own/step-40 --steps=60
-    torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16
+    torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16 --checkpointing --fused
+    torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16 --compile
 
 docs/your_model.md says what FSDP2 asks of a model, and has recipes for what is not here.
 """
@@ -25,13 +27,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))  # where these two lie:
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))  # where these three lie:
+import activations
 import checks
 import fsdp
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--plain", action="store_true", help="train in one process, without FSDP2")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+parser.add_argument("--checkpointing", action="store_true", help="recompute what is cheap")
+parser.add_argument("--compile", action="store_true", help="compile each block")
+parser.add_argument("--fused", action="store_true", help="AdamW in one kernel, with no temporaries")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--save", help="a directory for checkpoints, and the whole weights")
 parser.add_argument("--resume", help="a checkpoint, such as out-own/step-40")
@@ -40,20 +45,40 @@ if args.resume and not os.path.exists(f"{args.resume}/.metadata"):
     raise SystemExit(f"--resume={args.resume}: no checkpoint there; pass one that --save has made")
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(64)
+        self.qkv = nn.Linear(64, 3 * 64)
+        self.out = nn.Linear(64, 64)
+        self.norm_2 = nn.LayerNorm(64)
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        # Constants. On the CPU, so that they have values if the model is built on meta.
+        angles = torch.outer(torch.arange(16, device="cpu"), torch.logspace(0, -2, 8, device="cpu"))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x):  # (B, 16, 64)
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, 4, 16)).transpose(1, 3).unbind(2)
+        # Buffers stay in fp32, and so does what they turn; v is in bf16, if that is asked for.
+        q, k = self.turn(q).type_as(v), self.turn(k).type_as(v)  # (B, 4 heads, 16, 16)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+    def turn(self, x):
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * self.cos - b * self.sin, a * self.sin + b * self.cos], dim=-1)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.patches = nn.Conv2d(1, 64, kernel_size=4, stride=4)
-        angles = torch.outer(torch.arange(16), torch.logspace(0, -2, 32))
-        self.register_buffer("places", torch.cat([angles.sin(), angles.cos()], dim=1))
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(64, 10)
 
     def forward(self, images):  # (B, 1, 16, 16) to (B, 10)
         x = self.patches(images).flatten(2).mT
-        x = x + self.places.type_as(x)  # a buffer stays in fp32
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(dim=1))
@@ -87,38 +112,37 @@ def resume(path):
     """On any number of ranks. Returns the step. (PyTorch unpickles parts of the files, so read only
     those that you trust.)"""
     weights, state = get_state_dict(model, optimizer)  # this rank's rows, to read into
-    saved = {"model": weights, "optimizer": state, "step": 0}
-    dcp.load(saved, checkpoint_id=path)
+    dcp.load(saved := {"model": weights, "optimizer": state, "step": 0}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     return saved["step"]
 
 
-# 1) The processes, which torchrun starts. Each takes its own GPU; if there are too few, the CPU.
-is_sharded = "RANK" in os.environ and not args.plain
+# 1) The processes, which torchrun starts. Each takes its own GPU. Without any they take the CPU.
+is_sharded = "RANK" in os.environ  # else this process is alone
 rank = int(os.environ.get("RANK", 0))
-if args.plain and rank:
-    sys.exit()  # rank 0 trains alone
-size = int(os.environ["WORLD_SIZE"]) if is_sharded else 1
+size = int(os.environ.get("WORLD_SIZE", 1))
 if 96 % (2 * size):
     raise SystemExit(f"{size} processes cannot share 96 images equally: take 1, 2, 3, 4, 6 or 8")
-device = "cpu"
-gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-    device = "cuda"
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        raise SystemExit(f"each process needs a GPU, and {torch.cuda.device_count()} are here")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 if is_sharded:
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 # 2) The model. Every rank builds all of it, with the same values, and keeps its rows. (If that is
 #    too much memory: docs/your_model.md builds it without any.)
 torch.manual_seed(0)
 model = Model()
-checks.before_sharding(model)
+checks.before_sharding(model.to(device))
+if args.checkpointing:
+    activations.checkpoint_activations(model.blocks, "selective")
+if args.compile:
+    activations.compile_blocks(model.blocks)
 if is_sharded:
     policy = fsdp.mixed_precision(torch.bfloat16) if args.bf16 else None
     fsdp.shard(model, model.blocks, fsdp.make_mesh(device), mp_policy=policy)
-else:
-    model.to(device)
 if rank == 0:
     print(f"{size} x {device}, {'sharded' if is_sharded else 'not sharded'}", flush=True)
 
@@ -126,14 +150,14 @@ if rank == 0:
 matrices = [p for p in model.parameters() if p.dim() > 1]
 vectors = [p for p in model.parameters() if p.dim() == 1]
 groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
-optimizer = torch.optim.AdamW(groups, lr=1e-4)
+optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=args.fused)
 checks.after_building(model, optimizer)
-step = first = resume(args.resume) if args.resume else 0
+first = resume(args.resume) if args.resume else 0
 
 # 4) Train. A step has two micro-batches. (Run a new model's first steps inside
 #    checks.check_units(model).)
-while step < args.steps:
-    torch.manual_seed(1 + step * size + rank)  # dropout and noise of this rank's own
+for step in range(first + 1, args.steps + 1):
+    torch.manual_seed(step * size + rank)  # dropout and noise of this rank's own
     images, labels = images_of(step)
     total = torch.zeros((), device=device)
     for i, (x, y) in enumerate(zip(images.chunk(2), labels.chunk(2))):
@@ -146,14 +170,14 @@ while step < args.steps:
     norm = fsdp.clip_grad_norm(model, 1.0)
     optimizer.step()
     fsdp.zero_grad(model, optimizer)
-    if step == first:
-        checks.after_first_step(model, optimizer)
-    step += 1
     if step % 10 == 0:
         mean = mean_over_ranks(total)
         if rank == 0:
             print(f"step {step}: loss {mean:.4f}, norm {norm:.3f}", flush=True)
+        if not norm.isfinite():  # the same on all ranks; and nothing is saved
+            raise SystemExit(f"step {step}: a gradient is not finite; lower the learning rate")
     if args.save and (step % 20 == 0 or step == args.steps):
+        checks.after_first_step(model, optimizer)  # that a checkpoint holds what the optimizer has
         save(f"{args.save}/step-{step}", step)
 
 # 5) Evaluate, on every rank, since a forward gathers.
@@ -165,10 +189,15 @@ if rank == 0:
 
 # 6) The whole weights in one file, to use elsewhere.
 if args.save:
-    os.makedirs(args.save, exist_ok=True)
     whole = {name: fsdp.gather_full(t) for name, t in model.state_dict().items()}
     if rank == 0:
         torch.save(whole, f"{args.save}/weights.pt")
+
+# 7) Leave. On CPUs gloo's threads may abort a process that ends in the usual way, so this one skips
+#    Python's clean-up: close your own files and loggers before it.
 if is_sharded:
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort a process that ends in the usual way
+    if device == "cpu":
+        sys.stdout.flush()
+        os._exit(0)
+    dist.destroy_process_group()

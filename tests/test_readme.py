@@ -38,6 +38,13 @@ def test_readme_mistakes_with_the_small_programs_are_one_line(path, args, env, s
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and said in p.stderr
 
 
+def test_own_model_with_too_few_gpus_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    p = script("docs/own_model.py", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    assert (p.returncode, p.stderr) == (1, "each process needs a GPU, and 1 are here\n")
+
+
 def launched(n, cwd, program, *args):
     """A program under torchrun, on CPUs: test_commands.py runs README's on what there is."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
@@ -107,9 +114,9 @@ def plain_own(steps):
     model = own["Model"]()
     optimizer = torch.optim.AdamW([
         dict(params=[p for p in model.parameters() if p.dim() == 1], weight_decay=0),
-        dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=0.1)], lr=1e-4)
+        dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=0.1)], lr=1e-3)
     losses = []
-    for step in range(steps):
+    for step in range(1, steps + 1):
         x, y = own["images_of"](step)
         loss = torch.nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
@@ -138,6 +145,8 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     more, found = own_run(3, tmp_path, "--steps=20", "--save=saved", "--resume=saved/step-10")
     losses.update(more)  # it prints four digits
     assert losses == {step: pytest.approx(expected[step - 1], abs=1.5e-4) for step in (10, 20)}
+    half, _ = own_run(2, tmp_path, "--steps=10", "--bf16", "--checkpointing", "--fused")
+    assert half == {10: pytest.approx(expected[9], rel=0.01)} and half[10] != losses[10]
     assert found == pytest.approx(100 * right, abs=1.1)
     saved = torch.load(tmp_path / "saved" / "weights.pt")
     for name, p in model.state_dict().items():
