@@ -79,8 +79,8 @@ def offload_saved(forward, pin_memory, *args, **kwargs):
 
 
 def compile_blocks(blocks):
-    """Compile block.forward. Compiling the module itself would do nothing: dynamo skips modules
-    that have hooks.
+    """Compile block.forward. So parameters keep their names, FSDP2's hooks stay outside of the
+    graph, and `shard` may come before or after.
 
     dynamic=False: shapes don't change during a run. Otherwise a second model in the same process,
     with other sizes, would be compiled with dynamic shapes."""

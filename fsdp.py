@@ -1,6 +1,6 @@
 """
 FSDP2 in one file: the steps of minimal.py as functions with options, plus DDP for comparison. It
-imports only torch (2.13 or later), so you can copy it into your own project:
+imports only torch (2.9 or later), so you can copy it into your own project:
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each process takes its own GPU
     dist.init_process_group("nccl")
@@ -82,8 +82,8 @@ def make_mesh(device_type: str, shard_group_size: int = 0):
 
 
 def mixed_precision(param_dtype: torch.dtype, reduce_dtype: torch.dtype = torch.float32):
-    """Gather and compute in param_dtype; sum gradients over ranks in reduce_dtype (FSDP2's own
-    default is param_dtype). Rows and optimizer state stay fp32.
+    """Gather and compute in param_dtype; sum gradients over ranks in reduce_dtype (before torch
+    2.15 FSDP2's own default is param_dtype). Rows and optimizer state stay fp32.
 
     With hybrid sharding, or every=False in set_grad_sync, micro-batches also accumulate in
     reduce_dtype. In bfloat16 the gradient was 1% off after 64 of them."""
@@ -104,7 +104,7 @@ def shard(
     In place (all ranks).
 
     model: in fp32 or float64; frozen parameters may be in bf16.
-        For parameters on the meta device, this allocates this rank's rows, uninitialized. Others
+        For parameters on the meta device, this allocates this rank's rows, as NaN. Others
         keep their values, which must be the same on every rank; each rank keeps its rows.
         Buffers are not sharded. They keep their values and move to the device; one on the meta
         device stays there.
@@ -152,7 +152,7 @@ def shard(
     )
     # All ranks must reduce the same gradients. If a micro-batch leaves a parameter of a unit
     # without one on some rank (one of its experts got no token), that rank contributes zeros.
-    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
         model.set_reduce_scatter_unused_params(True)
 
     # 2) Materialize: allocate memory, only now and only for this rank's rows.
@@ -234,15 +234,16 @@ def marks_of(p):
 
 
 def materialize(module, device):
-    """Allocate the parameters that are on the meta device. (to_empty, as in minimal.py, would
-    overwrite buffers, and untie parameters that are not sharded.)"""
+    """Allocate the parameters that are on the meta device, as NaN: one that never gets a value
+    shows. (to_empty, as in minimal.py, would overwrite buffers, and untie parameters that are not
+    sharded.)"""
     made = {}  # {parameter on meta: its replacement}
     for inner in module.modules():
         for name, p in list(inner.named_parameters(recurse=False)):
             if p.is_meta:
                 if p not in made:  # else it is tied
-                    empty = torch.empty_like(p, device=device)
-                    made[p] = torch.nn.Parameter(empty, p.requires_grad)
+                    nothing = torch.full_like(p, math.nan, device=device)
+                    made[p] = torch.nn.Parameter(nothing, p.requires_grad)
                     vars(made[p]).update(marks_of(p))
                 setattr(inner, name, made[p])  # FSDP2 reads the attribute at the first forward
 
@@ -252,7 +253,7 @@ def materialize(module, device):
 
 def allocate(model, device):
     """For one process, or before `replicate`: allocate parameters on the meta device in full,
-    uninitialized, and move everything else to the device."""
+    as NaN, and move everything else to the device."""
     materialize(model, device)
     for t in (*model.parameters(), *model.buffers()):
         t.data = t.to(device)  # unlike model.to, on the plan's fake tensors too
@@ -299,9 +300,9 @@ def set_grad_sync(
     between the groups  all-reduce in the last           all-reduce in the last
     of hybrid sharding
 
-    every=False in bf16 or fp16: in torch 2.13 the first micro-batch must use all parameters of a
-    unit, on every rank, or the last backward stops with `expects uniform gradient dtype`, perhaps
-    on one rank while the others wait. torch 2.15 is right.
+    every=False in bf16 or fp16: before torch 2.15 the first micro-batch must use all parameters of
+    a unit, on every rank, or the last backward stops with `expects uniform gradient dtype`,
+    perhaps on one rank while the others wait.
 
     The root stays gathered from one micro-batch to the next, and with keep_gathered the other
     units too (ZeRO-1's traffic, if every and reshard_after_forward are False). The step's last
@@ -426,7 +427,7 @@ def write_full(t, full):
     t: cut as for gather_full."""
     t = t.detach()
     if not isinstance(t, DTensor):
-        t.copy_(full[:] if t.dim() else full)  # a scalar cannot be sliced
+        t.copy_(full[:] if t.dim() else full[...])  # a scalar cannot be sliced
         return
     mesh = t.device_mesh
     per_rank = math.ceil(len(t) / mesh.size(-1))

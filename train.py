@@ -99,7 +99,7 @@ def freeze(model, pattern):
 
 def parallelize(model, cfg, world):
     """Apply precision, activation checkpointing, compilation and strategy to a model on the meta
-    device, in place, and allocate its parameters, uninitialized. Returns the module to call
+    device, in place, and allocate its parameters, as NaN. Returns the module to call
     (all ranks)."""
     set_loss_chunks(model, cfg)
     change_blocks(model, cfg, world)

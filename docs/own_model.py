@@ -109,7 +109,8 @@ def save(path, step):
 
 
 def resume(path):
-    """On any number of ranks. Returns the step. (PyTorch unpickles parts of the files, so read only
+    """On any number of ranks. Returns the step. The optimizer gets its saved learning rate and
+    weight decay back: set others after this. (PyTorch unpickles parts of the files, so read only
     those that you trust.)"""
     weights, state = get_state_dict(model, optimizer)  # this rank's rows, to read into
     dcp.load(saved := {"model": weights, "optimizer": state, "step": 0}, checkpoint_id=path)
@@ -132,7 +133,8 @@ if is_sharded:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 # 2) The model. Every rank builds all of it, with the same values, and keeps its rows. (If that is
-#    too much memory: docs/your_model.md builds it without any.)
+#    too much memory: docs/your_model.md builds it without any.) The units are its blocks; a large
+#    embedding and head would be two more, [model.embedding, *model.blocks, model.head].
 torch.manual_seed(0)
 model = Model()
 checks.before_sharding(model.to(device))
@@ -170,11 +172,11 @@ for step in range(first + 1, args.steps + 1):
     norm = fsdp.clip_grad_norm(model, 1.0)
     optimizer.step()
     fsdp.zero_grad(model, optimizer)
-    if step % 10 == 0:
+    if step % 10 == 0 or step == args.steps:
         mean = mean_over_ranks(total)
         if rank == 0:
             print(f"step {step}: loss {mean:.4f}, norm {norm:.3f}", flush=True)
-        if not norm.isfinite():  # the same on all ranks; and nothing is saved
+        if not norm.isfinite():  # the same on all ranks; and this step is not saved
             raise SystemExit(f"step {step}: a gradient is not finite; lower the learning rate")
     if args.save and (step % 20 == 0 or step == args.steps):
         checks.after_first_step(model, optimizer)  # that a checkpoint holds what the optimizer has

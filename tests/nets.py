@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks, values
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import fsdp
+
+# From torch 2.13 on, a unit may leave a parameter without a gradient on one rank.
+FILLS_IN = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Net(nn.Module):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from nets import (
+    FILLS_IN,
     Block,
     Net,
     Normed,
@@ -47,7 +48,9 @@ def case_units_that_are_alike():
     sharded(model, units, cpu_offload=0.5, prefetch_units=1)
     with checks.check_units(model):
         for _ in range(2):
-            loss = square(model, inputs(dist.get_rank())) + square(model, inputs(dist.get_rank()))
+            loss = square(model, inputs(dist.get_rank()))
+            if FILLS_IN:  # torch 2.9 cannot: "got mixed torch.Tensor and DTensor"
+                loss = loss + square(model, inputs(dist.get_rank()))
             loss.backward()
         with fsdp.inference(model):
             model(inputs(dist.get_rank()))
@@ -112,7 +115,7 @@ def case_no_gradient_on_one_rank():
     # The two remedies.
     plain = Heads()
     backward(plain)
-    for in_root in (True, False):
+    for in_root in (True, False) if FILLS_IN else (False,):
         model = Heads()
         model.is_touched = not in_root
         units = model.blocks if in_root else [*model.blocks, *model.heads]

@@ -7,6 +7,7 @@ torch.compile compiles what it is asked to: graphs are counted, whatever else a 
 
 import pytest
 from harness import built, no_compiler, on_ranks, steps, values
+from nets import FILLS_IN
 from torch._dynamo.utils import counters
 
 import train
@@ -64,6 +65,8 @@ def test_compile_one_graph_for_all_blocks_and_one_for_the_loss(results, name):
     elif keys["strategy"] != "single":
         # Of blocks: a frozen one, the first one that trains, one whose input needs a gradient.
         kinds = 3 if "freeze" in keys else 1
+        if not FILLS_IN and "activation_checkpointing" in keys:
+            kinds = min(keys.get("n_layer", 2), 8)  # torch 2.9: each that is recomputed, up to 8
         assert graphs[0] == kinds + 1 and breaks == 0
     else:
         assert graphs[0] == 1  # the whole model

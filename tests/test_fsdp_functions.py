@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import HERE, plain_gpt, python
 from nets import (
+    FILLS_IN,
     Net,
     Normed,
     Skips,
@@ -194,7 +195,7 @@ def case_a_parameter_that_no_rank_uses():
         return model.parameters()
 
     expected = [*train(Skips())]
-    assert distance(train(sharded(Skips())), expected) > 0.01
+    assert distance(train(sharded(Skips())), expected) > 0.01 or not FILLS_IN
     assert distance(train(sharded(Skips()), clears=True), expected) < 1e-6
 
 
@@ -386,6 +387,8 @@ def test_allocate_keeps_values_ties_and_marks():
 
 def case_a_unit_that_one_rank_leaves_out():
     """A parameter without a gradient has zeros there, so nobody waits."""
+    if not FILLS_IN:
+        return
     model, plain = sharded(Skips(), []), Skips()
 
     def loss(model, x):
