@@ -44,7 +44,6 @@ from optimizer import allocate_state
 from ranks import all_reduce_mean_, from_rank0, patient_barrier, print0
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
-FROM_KEYS = ("lr", "weight_decay", "momentum")  # numbers of a group that a run's keys set
 STEP = "step-" + 9 * "[0-9]"  # a sharded checkpoint's name
 
 
@@ -80,8 +79,8 @@ class Source:
 
 
 def not_saved(model):
-    """Names of the parameters that no checkpoint holds: a run takes their values from
-    `initial_value` whenever it starts."""
+    """Names of the parameters that no checkpoint of this run holds: whenever it starts, their
+    values come from a base or from `initial_value`."""
     return getattr(model, "not_saved", ())
 
 
@@ -129,10 +128,11 @@ def load(source, model, optimizer, world):
             raise SystemExit(f"{source.path} is of another model or optimizer: no {key} here")
     for key, t in ours.items():
         write_full(t, source.value(key, tuple(t.shape), model.config))
-    if optimizer:  # some count in their groups: Prodigy, schedule-free
+    if optimizer:  # the numbers that it has changed since it was made: Prodigy's, schedule-free's
+        made_with = source.header.get("defaults", {})
         for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
-            saved = {k: n for k, n in saved.items() if type(n) in (int, float)}
-            group.update({k: n for k, n in saved.items() if k not in FROM_KEYS})
+            moved = [k for k, n in made_with.items() if saved.get(k, n) != n]
+            group.update({k: saved[k] for k in moved if k not in ("lr", "weight_decay")})
 
 
 # ---------- full: one file ----------------------------------------------------

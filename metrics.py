@@ -153,7 +153,7 @@ class Log:
             time=now,  # Unix seconds
             tokens=(step + 1) * tokens,
             **finite,
-            lr=optimizer.param_groups[0]["lr"],
+            lr=optimizer.param_groups[0]["lr"],  # the first group's
             loss_scale=scaler.scale,
             time_ms=seconds * 1000,
             data_ms=waited / steps * 1000,

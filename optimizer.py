@@ -14,14 +14,15 @@ gradient g, learning rate lr and weight decay d, step t = 1, 2, ... is
 Each element needs only its own g, m and v, so each rank updates its rows by itself.
 
 To use your own, write NAME.py with a function make(model, cfg) that returns any
-torch.optim.Optimizer, and pass --optimizer=NAME. Each step sets every group's "lr". Before a
-checkpoint is loaded, step() is called once with lr 0 and gradients of zero: it must not change
-the weights. In a sharded run a parameter p and its gradient are DTensors, and this rank has some
-of their rows.
-Checkpoints keep self.state[p]: named tensors that all exist after the first step; a step count
-must be a tensor too. State that belongs to p's rows (shaped like p, or one number per row) must
-be a DTensor placed like p, such as torch.zeros_like(p). Any other tensor must be the same on
-all ranks. Then the run can resume at another world size.
+torch.optim.Optimizer, and pass --optimizer=NAME. Each step sets every group's "lr", times its
+"lr_scale" if it has one. Before a checkpoint is loaded, step() is called once with lr 0 and
+gradients of zero: it must not change the weights. In a sharded run a parameter p and its gradient
+are DTensors, and this rank has some of their rows.
+Checkpoints keep self.state[p]: named tensors that all exist after the first step; a step count must
+be a tensor too. State that belongs to p's rows (shaped like p, or one number per row) must be a
+DTensor placed like p, such as torch.zeros_like(p). Any other tensor must be the same on all ranks.
+Then the run can resume at another world size. Numbers in a group, such as Prodigy's d, are kept
+too, if they are among the optimizer's defaults and have changed since it was made.
 """
 
 import math

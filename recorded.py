@@ -48,8 +48,8 @@ class Recorded:
     per_step: calls in a step. The first and the last have a recording of their own, and those
         between share one: FSDP2's first forward gathers the root, its last backward frees it.
     without_backward: a function that takes the same arguments, returns the same result, and leaves
-        gradients alone. The step after the recording compares one result with its replay's: what
-        was decided while recording would otherwise be replayed for ever, in silence.
+        gradients alone. The step after the recording compares one result with its replay's. Else
+        a choice that was made while recording would be replayed for ever, unnoticed.
     warm_up: steps that run the function as it is. DDP takes 11, and FSDP2 one.
     """
 

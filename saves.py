@@ -173,6 +173,7 @@ class Saver:
             self.header,
             param_names=[names[p] for group in optimizer.param_groups for p in group["params"]],
             param_groups=optimizer.state_dict()["param_groups"],
+            defaults={k: n for k, n in optimizer.defaults.items() if type(n) in (int, float)},
             ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
             scaler=scaler.state_dict() or None,
             iter_num=step,

@@ -12,8 +12,8 @@ resuming, logs.
 Config files are Python assignments. Files and --key=value flags apply left to right, and
 the last wins.
 
-minimal.py's numbers are in the comments: 1) the mesh, 2) the model on the meta device, 3) shard it,
-4) allocate it and set its values, 5) train, 6) save.
+minimal.py's steps are here too: 1) the mesh and 3) the sharding in shard_model, 2) meta_model,
+4) the values in set_values, 5) train_step, 6) Saver.save.
 """
 
 import re
@@ -174,7 +174,8 @@ def make_optimizer(model, cfg):
 def forward(wrapped, x, y, weight, cfg, world):
     """The loss of x (B, T) and y (B, T), times their weight: a 0-d tensor."""
     with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
-        # Keep only the loss: holding the logits would keep their memory.
+        # Keep only the loss: holding the logits would keep their memory. They come detached, so a
+        # term of the loss that is made of them here would have no gradient: see head_loss.
         return wrapped(x, y)[1] * weight
 
 
@@ -189,13 +190,13 @@ def forward_backward(wrapped, x, y, weight, cfg, world):
 
 def with_recording(function, cfg, world):
     """forward_backward, or with cuda_graph a recording of it, to keep from step to step."""
+    if not cfg.cuda_graph:
+        return function
 
     def without_backward(wrapped, *args):
         with fsdp.inference(wrapped, training=True):
             return forward(wrapped, *args)
 
-    if not cfg.cuda_graph:
-        return function
     return Recorded(function, cfg.gradient_accumulation_steps // world.size, without_backward)
 
 
@@ -203,12 +204,12 @@ def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, for
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
     model: the one inside wrapped. forward_backward: the function above, or its recording.
 
-    Returns numbers for the log, {name: 0-d tensor on the device}: it writes their means over ranks.
-    The mean of the ranks' losses is the step's; the gradient norm, before clipping, is the same on
-    all. Reading one waits for the device.
+    Returns numbers for the log, {name: 0-d tensor on the device}: the log writes their means over
+    ranks. The mean of the ranks' losses is the step's; the gradient norm, before clipping, is the
+    same on all. Reading one waits for the device.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate_at(step, cfg)
+        group["lr"] = learning_rate_at(step, cfg) * group.get("lr_scale", 1.0)
     micro_batches = cfg.gradient_accumulation_steps // world.size  # of this rank
     every = cfg.grad_sync == "every"  # by default FSDP2 reduces after each, and DDP after the last
     # ZeRO-1: units that forward leaves gathered, and whose gradients are reduced after the last

@@ -8,9 +8,9 @@ nothing to restore.
 
 A split is cut into windows of block_size tokens. Each epoch visits every window once, in
 an order that is computed window by window, without a shuffled index in memory, and each cuts
-the text at other places: a model that saw the same windows again would learn them by heart.
-(torch.randperm would take 8 bytes a window on every rank; nanoGPT's random offsets read some text
-twice and some never. Here a sample's number gives its window, at any world size, without state.)
+the text at other places (but for each file's last window): a model that saw the same windows again
+would learn them by heart. (torch.randperm would take 8 bytes a window on every rank; nanoGPT's
+random offsets read some text twice and some never.)
 
 A split is a file or shards; files.py describes them. Masked-out targets are -1, which models
 ignore.
@@ -45,7 +45,7 @@ class Batches:
         self.cfg = cfg
         self.world = world
         self.prefetched = None, None  # (step, micro), and its batch
-        self.seconds = 0  # that training waited for reads since the last log line
+        self.seconds = 0  # of this process, in reads since the last log line
         self.files = {}  # {split: TokenFiles}
         directory = data_dir(cfg.dataset)
         for split in ("train", "val"):

@@ -8,6 +8,7 @@ what the files are. When and where a run saves: test_saves.py. Damage: test_dama
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -210,6 +211,16 @@ def test_checkpoint_of_nanogpt_is_resumed(tmp):
     launch(1, arguments(tmp, whole, max_iters=6, bias=False))
     assert losses(out) == pytest.approx(losses(whole)[3:], rel=1e-5)
     assert read_ckpt(out)["run"]
+
+
+def test_checkpoint_pieces_are_in_the_order_of_rows():
+    """Hybrid sharding's later rank may have written the first rows."""
+    results = [SimpleNamespace(
+        index=SimpleNamespace(fqn="w", offset=(first, 0)),
+        storage_data=SimpleNamespace(relative_path=file, offset=8, length=9))
+        for first, file in ((3, "__1_0.distcp"), (0, "__2_0.distcp"))]
+    pieces = [[0, "__2_0.distcp", 8, 9], [3, "__1_0.distcp", 8, 9]]
+    assert checkpoint.places_of(results) == {"w": pieces}
 
 
 def case_both_kinds(tmp, out, freeze):

@@ -327,6 +327,8 @@ def case_buffers_values_and_marks_are_kept():
                     setattr(module, name, nn.Parameter(p.to("meta")))
                     vars(getattr(module, name)).update(marks)
         sharded(model, cpu_offload=offload)
+        nothing = [p.to_local().isnan().all() for p in model.parameters()]
+        assert all(nothing) if meta else not any(nothing)  # what is forgotten shows
         assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
         if meta:
             fill(model, plain)
@@ -476,6 +478,18 @@ def test_whole_tensors_may_be_numbers_and_are_copies():
     whole = fsdp.gather_full(t)
     t += 1
     assert (whole, t) == (3, 4)
+
+
+def test_whole_values_come_from_slices_of_a_safetensors_file(tmp_path):
+    """As docs/your_model.md has it; a number too, which cannot be cut by rows."""
+    library = pytest.importorskip("safetensors.torch")
+    values = {"number": torch.tensor(3.0), "rows": torch.arange(6.0).view(3, 2)}
+    library.save_file(values, tmp_path / "file")
+    with library.safe_open(tmp_path / "file", "pt") as file:
+        for name, value in values.items():
+            t = torch.zeros_like(value)
+            fsdp.write_full(t, file.get_slice(name))
+            assert torch.equal(t, value)
 
 
 cases(globals())

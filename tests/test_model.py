@@ -76,6 +76,8 @@ def test_model_initialization_covers_all_and_follows_the_table():
             assert abs(p.mean().item()) < std / 10
     with pytest.raises(ValueError, match="no initial value"):
         gpt.initial_value("transformer.rotary.weight", (2, 2), 0)
+    with pytest.raises(ValueError, match="no initial value"):  # a matrix, not zeros for its name
+        gpt.initial_value("transformer.h.0.attn.bias", (2, 2), 0)
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 9), (10, 3), (4, 30), (5, 2, 3)])

@@ -130,10 +130,11 @@ def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):
 class Factored(torch.optim.Optimizer):
     """Rows' sizes as a DTensor; of a matrix its columns', which every rank has whole; a count; and
     in the group numbers that say how far a step goes, as Prodigy and schedule-free AdamW have."""
+    eps = 1e-3
 
     def __init__(self, model, cfg):
-        own = dict(lr=cfg.learning_rate, weight_decay=cfg.weight_decay, k=0, total=0.0)
-        super().__init__(model.parameters(), own)
+        keys = dict(lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+        super().__init__(model.parameters(), dict(keys, eps=self.eps, k=0, total=0.0))
 
     @torch.no_grad()
     def step(self):
@@ -155,7 +156,7 @@ class Factored(torch.optim.Optimizer):
                 whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 state["columns"] += whole.square().sum(0)
                 scale = (state["rows"] + state["columns"].sum()).sqrt()[:, None]
-            p.sub_(grad / (scale + 1e-3), alpha=group["lr"] / group["total"])
+            p.sub_(grad / (scale + group["eps"]), alpha=group["lr"] / group["total"])
 
 
 def case_own(tmp, name, **keys):
@@ -179,10 +180,28 @@ def test_own_state_of_any_shape_is_saved_and_resharded(tmp):
             values(results, kind)
     for run in runs.values():
         assert case_own(**run, max_iters=6) == pytest.approx(whole, rel=1e-6)
-    # What a key sets is not the checkpoint's.
-    case_own(**dict(run, checkpoint="full"), max_iters=7, weight_decay=0.5)
+    # What a key or the code sets is not the checkpoint's.
+    with patch.object(Factored, "eps", 1e-4):
+        case_own(**dict(run, checkpoint="full"), max_iters=7, weight_decay=0.5)
     [group] = read_ckpt(f"{tmp}/{run['name']}")["param_groups"]
-    assert (group["weight_decay"], group["k"]) == (0.5, 7)
+    assert (group["weight_decay"], group["eps"], group["k"]) == (0.5, 1e-4, 7)
+
+
+def test_own_groups_have_learning_rates_of_their_own(tmp):
+    """Half as fast is what is written; a group without lr_scale takes the run's."""
+    seen = []
+
+    def make(model, cfg):
+        head, *others = model.parameters()
+        groups = [dict(params=[head], lr_scale=0.5), dict(params=others)]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        optimizer.register_step_pre_hook(
+            lambda *args: seen.append([group["lr"] for group in optimizer.param_groups]))
+        return optimizer
+
+    with patch.object(train, "make_optimizer", make):
+        run_training(tmp, "scales", max_iters=2, learning_rate=0.1, decay_lr=False)
+    assert seen == [[0.05, 0.1]] * 2
 
 
 def with_state(of):

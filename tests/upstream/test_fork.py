@@ -22,6 +22,7 @@ from harness import (
     read_ckpt,
     read_metrics,
     run_training,
+    tiny,
     torchrun,
     two_each,
     values,
@@ -29,8 +30,10 @@ from harness import (
 from torch.distributed.tensor import DTensor
 
 import fsdp
+import metrics
 import train
 from model import normal
+from ranks import World
 
 
 def shown(name):
@@ -65,6 +68,18 @@ def test_fork_models_of_the_walk_keep_the_contract(tmp, models):
         contract.test_contract_of_the_file(tmp, name)
         losses.add(run_training(tmp, name, model=name, max_iters=1)[0]["loss"])
     assert len(losses) == 3  # positions matter, and so does the normalizer
+    assert metrics.flops_per_token(train.meta_model(tiny(tmp, model="rotary")), World()) > 0
+
+
+@pytest.mark.parametrize("part, said", [
+    (".type_as(v)", "in bf16.*same dtype"), (', device="cpu"', r"buffer transformer.h.0.attn.cos"),
+    (", persistent=False", r"buffer transformer.h.0.attn.cos")])
+def test_fork_a_rotary_buffer_that_is_no_constant_in_fp32_is_said(tmp, models, part, said):
+    code = shown("RotaryAttention")
+    assert part in code
+    (models / "turned.py").write_text(code.replace(part, ""))
+    with pytest.raises(pytest.fail.Exception, match=said):
+        contract.test_contract_of_the_file(tmp, "turned")
 
 
 @pytest.mark.slow
