@@ -188,16 +188,17 @@ def forward_backward(wrapped, x, y, weight, cfg, world):
     return loss.detach()
 
 
-def with_recording(function, cfg, world):
+def maybe_recorded(cfg, world):
     """forward_backward, or with cuda_graph a recording of it, to keep from step to step."""
     if not cfg.cuda_graph:
-        return function
+        return forward_backward
 
     def without_backward(wrapped, *args):
         with fsdp.inference(wrapped, training=True):
             return forward(wrapped, *args)
 
-    return Recorded(function, cfg.gradient_accumulation_steps // world.size, without_backward)
+    micro_batches = cfg.gradient_accumulation_steps // world.size
+    return Recorded(forward_backward, micro_batches, without_backward)
 
 
 def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward):
@@ -279,7 +280,7 @@ def train(cfg):
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source, base)
-    work = with_recording(forward_backward, cfg, world)
+    work = maybe_recorded(cfg, world)
     scaler = LossScaler(cfg)  # for float16
     scaler.load_state_dict(source.header.get("scaler") if source else None)
     for line in describe(cfg, model, optimizer, batches, source, world):
@@ -330,8 +331,7 @@ def train(cfg):
             break
 
         # Else one optimizer step.
-        numbers = train_step(
-            model, wrapped, optimizer, scaler, batches, step, cfg, world, work)
+        numbers = train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, work)
         if optimizer.state and not is_checked:  # float16 may have skipped the first steps
             checks.after_first_step(model, optimizer)
             is_checked = True

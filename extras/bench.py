@@ -30,7 +30,7 @@ from metrics import flops_per_token, peak_flops, peak_memory
 from optimizer import LossScaler
 from ranks import print0, run, setup
 from start import with_vocabulary
-from train import build, forward_backward, meta_model, train_step, with_recording
+from train import build, maybe_recorded, meta_model, train_step
 
 
 def main(argv):
@@ -97,7 +97,7 @@ def training(cfg, world):
     model = meta_model(cfg)
     wrapped, optimizer = build(model, cfg, world)
     scaler = LossScaler(cfg)
-    work = with_recording(forward_backward, cfg, world)
+    work = maybe_recorded(cfg, world)
     for step in count():
         start = perf_counter()
         numbers = train_step(
