@@ -242,8 +242,10 @@ def materialize(module, device):
         for name, p in list(inner.named_parameters(recurse=False)):
             if p.is_meta:
                 if p not in made:  # else it is tied
-                    nothing = torch.full_like(p, math.nan, device=device)
-                    made[p] = torch.nn.Parameter(nothing, p.requires_grad)
+                    empty = torch.empty_like(p, device=device)
+                    if p.is_floating_point():
+                        empty.fill_(math.nan)
+                    made[p] = torch.nn.Parameter(empty, p.requires_grad)
                     vars(made[p]).update(marks_of(p))
                 setattr(inner, name, made[p])  # FSDP2 reads the attribute at the first forward
 

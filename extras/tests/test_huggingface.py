@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from harness import plain_gpt, refused, started
+from harness import plain_gpt, refused
 from test_hf_tokenizer import make
 
 import sample
@@ -21,6 +21,7 @@ from configurator import load_config, resolve
 from extras import huggingface
 from extras.huggingface import KEPT, export, open_pretrained, understand
 from ranks import setup
+from start import final_config, open_start
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -62,9 +63,11 @@ def begun(*argv):
     """(cfg, what to call, its optimizer) of a run on CPUs."""
     world = setup("cpu", "auto")
     cfg = load_config(["--device=cpu", "--compile=False", "--dtype=float32", *argv])
-    cfg, source, resumed = started(resolve(cfg, world), world)
+    cfg = resolve(cfg, world)
+    source, resumed = open_start(cfg, world)
     assert not resumed
-    return cfg, *train.build(train.meta_model(cfg), cfg, world, source)
+    cfg, base = final_config(cfg, source, resumed, world)
+    return cfg, *train.build(train.meta_model(cfg), cfg, world, source, base)
 
 
 def loaded(path, *argv):

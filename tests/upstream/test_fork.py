@@ -83,16 +83,18 @@ def test_fork_a_rotary_buffer_that_is_no_constant_in_fp32_is_said(tmp, models, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end, passed", [
-    ("model=rotary --ranks", 14), ("test_optimizer.py --optimizer=nadam", 1),
-    ("optimizer=nadam --ranks", 14), ("test_metrics.py", 10)])
-def test_fork_the_walks_own_tests_pass(walked, end, passed):
+@pytest.mark.parametrize("end, some, passed", [
+    ("model=rotary --ranks", "file or full_shard or half", 4),
+    ("test_optimizer.py --optimizer=nadam", "every", 1),
+    ("optimizer=nadam --ranks", "file or full_shard", 3),
+    ("test_metrics.py", "column", 1)])
+def test_fork_the_walks_own_tests_pass(walked, end, some, passed):
+    """Some of them."""
     commands = re.findall(r"^python -m (pytest .*)", read("docs/fork.md"), re.M)
     [command] = [line for line in commands if line.endswith(end)]
-    more = ["-k", "every"] if passed == 1 else []
-    p = python("-m", *command.split(), *more, cwd=walked, env={"PYTHONPATH": str(walked)})
-    assert p.returncode == 0, p.stdout
-    assert int(re.search(r"(\d+) passed", p.stdout)[1]) >= passed
+    env = {"PYTHONPATH": str(walked)}
+    p = python("-m", *command.split(), "-k", some, cwd=walked, env=env, timeout=300)
+    assert p.returncode == 0 and f"{passed} passed" in p.stdout, p.stdout
 
 
 def walked_run(tmp, walked, world, **keys):
