@@ -243,8 +243,7 @@ def materialize(module, device):
             if p.is_meta:
                 if p not in made:  # else it is tied
                     empty = torch.empty_like(p, device=device)
-                    if p.is_floating_point():
-                        empty.fill_(math.nan)
+                    empty.fill_(math.nan if p.is_floating_point() else 0)
                     made[p] = torch.nn.Parameter(empty, p.requires_grad)
                     vars(made[p]).update(marks_of(p))
                 setattr(inner, name, made[p])  # FSDP2 reads the attribute at the first forward

@@ -142,8 +142,6 @@ class Log:
         """Log this step's numbers, and the mean time of a step since the last call.
         numbers: {name: of all ranks}, such as the loss and the grad_norm. waited: seconds for rank
         0's batches since then."""
-        # JSON has no infinity.
-        finite = {name: n if math.isfinite(n) else None for name, n in numbers.items()}
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
@@ -152,7 +150,8 @@ class Log:
             iter=step,
             time=now,  # Unix seconds
             tokens=(step + 1) * tokens,
-            **finite,
+            # JSON has no infinity.
+            **{name: n if math.isfinite(n) else None for name, n in numbers.items()},
             lr=optimizer.param_groups[0]["lr"],  # the first group's
             loss_scale=scaler.scale,
             time_ms=seconds * 1000,

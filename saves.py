@@ -35,9 +35,8 @@ from data.loader import data_dir, read_meta
 from fsdp import gather_full, tied_names
 from ranks import PATIENCE, all_reduce_mean_, from_rank0, print0
 
-# DCP's, in one process; and torch 2.9's of what it does itself.
-QUIET = "torch.distributed is disabled|TypedStorage is deprecated|Please use the new API settings"
-warnings.filterwarnings("ignore", QUIET)
+# DCP's, in one process; and torch 2.9's, of what it does itself.
+warnings.filterwarnings("ignore", "torch.distributed is disabled|TypedStorage|Please use the new")
 
 # ---------- who may write in a directory --------------------------------------
 

@@ -116,8 +116,7 @@ def parallelize(model, cfg, world):
 
 def set_loss_chunks(model, cfg):
     if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
-        raise SystemExit(
-            f"loss_chunks: model={cfg.model} has no head_loss for it (see docs/model_file.md)")
+        raise SystemExit(f"loss_chunks: model={cfg.model} has no head_loss that takes it")
     model.loss_chunks = cfg.loss_chunks
 
 
@@ -242,8 +241,7 @@ def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, for
 
 def evaluate(wrapped, batches, cfg, world):
     """{split: mean loss} over the targets of fixed windows (all ranks: each forward gathers)."""
-    return {
-        split: mean_loss(wrapped, batches.fixed(split), cfg, world) for split in ("train", "val")}
+    return {s: mean_loss(wrapped, batches.fixed(s), cfg, world) for s in ("train", "val")}
 
 
 def mean_loss(wrapped, weighted_batches, cfg, world):
