@@ -9,6 +9,8 @@ import ast
 import math
 import os
 import re
+import shutil
+import sysconfig
 from glob import glob
 
 import pytest
@@ -153,6 +155,17 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     for name, p in model.state_dict().items():
         assert (saved.pop(name) - p).norm() < 1e-2 * p.norm(), name
     assert not saved
+
+
+COMPILES = shutil.which("g++") and os.path.exists(sysconfig.get_path("include") + "/Python.h")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILES, reason="inductor needs a C++ compiler and Python's headers")
+def test_own_model_compiles(tmp_path):
+    expected, *_ = plain_own(10)
+    losses, _ = own_run(2, tmp_path, "--steps=10", "--checkpointing", "--compile")
+    assert losses == {10: pytest.approx(expected[9], abs=1.5e-4)}
 
 
 # -----------------------------------------------------------------------------
