@@ -50,7 +50,8 @@ def test_own_model_with_too_few_gpus_says_so(monkeypatch):
 def launched(n, cwd, program, *args):
     """A program under torchrun, on CPUs: test_commands.py runs README's on what there is."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    p = python(*launcher, program, *args, cwd=cwd, env=dict(CUDA_VISIBLE_DEVICES=""))
+    env = dict(CUDA_VISIBLE_DEVICES="")
+    p = python(*launcher, program, *args, cwd=cwd, env=env, timeout=500)  # to compile takes long
     noise = p.stderr.replace("UserWarning: TypedStorage is deprecated", "")  # torch 2.9's own
     assert p.returncode == 0 and "Warning" not in noise, p.stderr
     return p
