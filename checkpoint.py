@@ -128,10 +128,11 @@ def load(source, model, optimizer, world):
             raise SystemExit(f"{source.path} is of another model or optimizer: no {key} here")
     for key, t in ours.items():
         write_full(t, source.value(key, tuple(t.shape), model.config))
-    if optimizer:  # the numbers that it has changed since it was made: Prodigy's, schedule-free's
+    if optimizer:  # numbers that it has changed itself since it was made: Prodigy's d, a count
         made_with = source.header.get("defaults", {})
         for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
             moved = [k for k, n in made_with.items() if saved.get(k, n) != n]
+            # These two differ from the defaults because the run's keys set them.
             group.update({k: saved[k] for k in moved if k not in ("lr", "weight_decay")})
 
 

@@ -140,8 +140,8 @@ class Log:
 
     def step(self, step, numbers, waited, optimizer, scaler):
         """Log this step's numbers, and the mean time of a step since the last call.
-        numbers: {name: of all ranks}, such as the loss and the grad_norm. waited: seconds for rank
-        0's batches since then."""
+        numbers: {name: its mean over ranks}, the loss first. waited: seconds for rank 0's batches
+        since then."""
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps

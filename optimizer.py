@@ -31,8 +31,7 @@ import torch
 
 
 def make(model, cfg):
-    """For --optimizer=adamw. Call it before any forward: afterwards the root's parameters are
-    gathered copies."""
+    """For --optimizer=adamw."""
     return make_adamw(model.parameters(), cfg)
 
 

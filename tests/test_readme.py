@@ -158,6 +158,16 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     assert not saved
 
 
+def test_own_model_saves_no_step_that_is_not_finite(tmp_path):
+    """The last one is checked too, whatever its number."""
+    code = read("docs/own_model.py").replace("__file__", repr(OWN))
+    assert "lr=1e-3" in code
+    (tmp_path / "steep.py").write_text(code.replace("lr=1e-3", "lr=float('inf')"))
+    p = script(str(tmp_path / "steep.py"), "--steps=3", f"--save={tmp_path}/saved")
+    assert p.returncode == 1 and "step 3: a gradient is not finite" in p.stderr
+    assert not (tmp_path / "saved").exists()
+
+
 COMPILES = shutil.which("g++") and os.path.exists(sysconfig.get_path("include") + "/Python.h")
 
 
