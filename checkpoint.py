@@ -395,10 +395,3 @@ def check(source, world):
             with records.open(name) as f:
                 while f.read(1 << 24):
                     pass  # at the end zipfile checks the checksum
-
-
-def cannot_write(path, e):
-    """The error line for a failed write."""
-    return (
-        f"cannot write {path}: {e}; what was there before is untouched. See that the directory "
-        "exists and has room, or pass another one")

@@ -47,15 +47,21 @@ def refuse_rounding(model):
 def refuse_different_values(model):
     """FSDP2 broadcasts nothing: each rank keeps rows of its own model."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    sums = [math.nan if t.is_meta else t.detach().double().sum().item() for _, t in named]
+    sums = [math.nan if t.is_meta else weighted_sum(t.detach()) for _, t in named]
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, sums)
     for (name, _), *values in zip(named, *of_ranks):
         # allclose: machines of two kinds may round differently.
         if not torch.allclose(torch.tensor(values), torch.tensor(values[0]), equal_nan=True):
             raise ValueError(
-                f"{name} differs between ranks (the sums of its values are {values[:8]}): build "
-                "the model with one seed on all ranks")
+                f"{name} differs between ranks (weighted sums of its values are {values[:8]}): "
+                "build the model with one seed on all ranks, in one order")
+
+
+def weighted_sum(t):
+    """A number that depends on the order of the values too."""
+    t = t.flatten().double()
+    return torch.linspace(1, 2, len(t), dtype=t.dtype, device=t.device).dot(t).item()
 
 
 def after_building(model, optimizer):
@@ -70,7 +76,8 @@ def after_building(model, optimizer):
             if p.requires_grad and p not in owned:
                 raise ValueError(
                     f"the optimizer trains a parameter of shape {tuple(p.shape)} that is not the "
-                    "model's: make it right after `shard`, which replaces them, as a forward does")
+                    "model's, or is not sharded. For example it is among ignored_params; or make "
+                    "the optimizer right after `shard`, which replaces them, as a forward does")
 
 
 def after_first_step(model, optimizer):

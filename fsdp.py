@@ -123,14 +123,14 @@ def shard(
         ahead in backward, and in forward as soon as the CPU gets there, usually ahead of the GPU.
     """
     units = list(units)
-    # An embedding's backward does not read its table. (A subclass with its own forward might.)
-    embed = torch.nn.Embedding.forward
-    tables = [unit for unit in units if getattr(type(unit), "forward", None) is embed]
+    # An embedding's backward does not read its table. (A subclass's, a parametrization's or that
+    # of a hook might.)
+    plain = [unit for unit in units if type(unit) is torch.nn.Embedding]
+    tables = [unit for unit in plain if not (unit._forward_hooks or unit._forward_pre_hooks)]
     offloaded = evenly(units, cpu_offload)
     if cpu_offload == 1:
         offloaded.append(model)
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    on_device = OffloadPolicy()
     common = dict(mesh=mesh, mp_policy=mp_policy or MixedPrecisionPolicy())
     marks = {n: marks_of(p) for n, p in model.named_parameters(remove_duplicate=False)}
 
@@ -142,13 +142,13 @@ def shard(
             unit,
             **common,
             reshard_after_forward=reshard,
-            offload_policy=on_host if unit in offloaded else on_device,
+            offload_policy=on_host if unit in offloaded else OffloadPolicy(),
         )
     fully_shard(
         model,
         **common,
         reshard_after_forward=False,  # backward begins with the root
-        offload_policy=on_host if model in offloaded else on_device,
+        offload_policy=on_host if model in offloaded else OffloadPolicy(),
     )
     # All ranks must reduce the same gradients. If a micro-batch leaves a parameter of a unit
     # without one on some rank (one of its experts got no token), that rank contributes zeros.
@@ -346,9 +346,10 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     for name, p in wrapped.named_parameters():
         if is_sharded and not isinstance(p, DTensor):
             raise ValueError(
-                f"{name} is not sharded, so its gradient is out of sight: a forward ran between "
-                "backward and step (evaluate after the step), set_grad_sync was not told of the "
-                "last micro-batch, or the parameter was added after `shard`")
+                f"{name} is not sharded, so its gradient is out of sight: for example a forward "
+                "ran between backward and step (evaluate after the step), set_grad_sync was not "
+                "told of the last micro-batch, the parameter was added after `shard` or is among "
+                "ignored_params, or its unit was called in another unit's backward")
         if p.grad is not None:
             grad = p.grad.to_local() if is_sharded else p.grad
             grads[grad.device].append(grad)
@@ -425,8 +426,10 @@ def write_full(t, full):
     """Set t from its full value, which every rank has; a DTensor takes its rows. Unlike
     distribute_tensor it doesn't need all rows: `full` may be anything that returns rows a to b as
     full[a:b]. On the last ranks b, or both, may be past the end.
-    t: cut as for gather_full."""
+    t: cut as for gather_full. ValueError if full has another shape."""
     t = t.detach()
+    if getattr(full, "shape", t.shape) != t.shape:
+        raise ValueError(f"a value of shape {tuple(full.shape)}, for one of {tuple(t.shape)}")
     if not isinstance(t, DTensor):
         t.copy_(full[:] if t.dim() else full[...])  # a scalar cannot be sliced
         return

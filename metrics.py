@@ -97,6 +97,10 @@ def describe(cfg, model, optimizer, batches, source, world):
     for group in optimizer.param_groups:
         kinds = ", ".join(dict.fromkeys(names[p] for p in group["params"]))
         yield f"weight_decay={group.get('weight_decay')}: {kinds}"
+    if cfg.freeze:
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        parts = [re.sub(r"(\.\d+)\..*", r"\1", name) for name in frozen]  # up to a block's number
+        yield f"frozen, at least in part: {', '.join(dict.fromkeys(parts))}"
     before = source.header.get("tokens", {}) if source else {}
     name = cfg.dataset
     found = batches.files["train"].tokens_in_all

@@ -61,10 +61,9 @@ def pick_device(name, local_rank=None, local_size=1):
         name = "cpu"
         if gpus >= local_size:
             name = "cuda"
-        elif gpus:
-            if local_rank == 0:
-                print(f"device=auto: fewer GPUs ({gpus}) than processes here ({local_size}): all "
-                      "take the CPU")
+        elif gpus and local_rank == 0:
+            print(f"device=auto: fewer GPUs ({gpus}) than processes here ({local_size}): all "
+                  "take the CPU")
         elif torch.backends.mps.is_available() and local_rank is None:  # one process can use it
             name = "mps"
     device = torch.device(name)

@@ -37,13 +37,18 @@ make_graphed_callables refuses modules with hooks, as FSDP2's units have; torch.
 mode="reduce-overhead" records only what is in its graphs.)
 """
 
+import inspect
+
 import torch
 
 
 class Recorded:
     """function(*arguments) -> tensor, recorded as CUDA graphs and replayed. If it cannot be
-    recorded, PyTorch's error comes with the line that waited for the GPU. SystemExit if it decides
-    something on the host.
+    recorded, PyTorch's error comes with the line that waited for the GPU. RuntimeError if it
+    decides something on the host, or if a call no longer fits what was recorded: see `state` and
+    `modules_near`.
+
+    function: a Python function or a method, not a functools.partial.
 
     per_step: calls in a step. The first and the last have a recording of their own, and those
         between share one: FSDP2's first forward gathers the root, its last backward frees it.
@@ -59,7 +64,10 @@ class Recorded:
         self.without_backward = without_backward
         self.warm_up = warm_up
         self.calls = 0
-        self.recordings = {}  # {which: (graph, its inputs, its result)}
+        # {which: (graph, its inputs, its result, `state` after it, gradients)}. These are kept so
+        # that no other one gets their ids.
+        self.recordings = {}
+        self.modules = self.params = ()
         self.pool = torch.cuda.graph_pool_handle()  # one for all: a step replays them in order
 
     def __call__(self, *arguments):
@@ -70,7 +78,11 @@ class Recorded:
         which = i == 0, i == self.per_step - 1
         if which not in self.recordings:
             self.recordings[which] = self.record(arguments)
-        graph, inputs, result = self.recordings[which]
+        graph, inputs, result, state, _ = self.recordings[which]
+        if self.state(arguments) != state:
+            raise RuntimeError(
+                "this call no longer fits the recording: the arguments' shapes and types, training "
+                "modes, requires_grad, and where gradients lie (zero them in place) must stay")
         for own, given in zip(inputs, arguments):
             if isinstance(own, torch.Tensor):
                 own.copy_(given)
@@ -82,16 +94,36 @@ class Recorded:
         graph.replay()
         # 1%: compiled without a backward, a function may round otherwise in bf16.
         if is_compared and not torch.allclose(result, expected, rtol=0.01, equal_nan=True):
-            raise SystemExit(
+            raise RuntimeError(
                 f"a replay's result is {result:.4f}, and the function's {expected:.4f}: it decides "
-                "something on the host; pass --cuda_graph=False")
+                "something on the host, so do not record it")
         return result
 
+    def state(self, arguments):
+        """What a replay must find as it was."""
+        return (
+            [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments],
+            [module.training for module in self.modules],
+            [(p.requires_grad, id(p.grad)) for p in self.params],
+        )
+
     def record(self, arguments):
+        if not self.recordings:  # only once: later FSDP2's root is gathered, in other parameters
+            self.modules = modules_near(self.function, arguments)
+            self.params = [p for m in self.modules for p in m.parameters(recurse=False)]
         inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         # thread_local: NCCL's watchdog may ask the GPU something meanwhile.
         with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
             result = self.function(*inputs)
-        return graph, inputs, result
+        return graph, inputs, result, self.state(arguments), [p.grad for p in self.params]
+
+
+def modules_near(function, arguments):
+    """The modules among the arguments, the names that the function uses, and if it is a method,
+    its object's attributes."""
+    used = inspect.getclosurevars(function)
+    owner = vars(function.__self__) if inspect.ismethod(function) else {}
+    near = [*arguments, *used.nonlocals.values(), *used.globals.values(), *owner.values()]
+    return [m for x in near if isinstance(x, torch.nn.Module) for m in x.modules()]

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import checkpoint
-from checkpoint import STEP, cannot_write, complete_steps, flat_state
+from checkpoint import STEP, complete_steps, flat_state
 from configurator import as_dict
 from data.loader import data_dir, read_meta
 from fsdp import gather_full, tied_names
@@ -62,14 +62,13 @@ class RunDirectory:
         except BlockingIOError:
             self.lock_file.seek(0)
             raise SystemExit(
-                f"out_dir={self.path} is in use by {self.lock_file.read()}; wait until that run "
+                f"out_dir={self.path} is in use by {self.lock_file.read().strip()}; wait until it "
                 "ends (a shared disk keeps a dead node's lock for two minutes), or pass another "
                 "--out_dir")
         except OSError as e:
             print(f"{self.path}: no locks here ({e.strerror}), so never start two runs there")
         self.lock_file.truncate(0)
-        me = f"process {os.getpid()} on {os.uname().nodename}"
-        print(me, end="", file=self.lock_file, flush=True)
+        print("process", os.getpid(), "on", os.uname().nodename, file=self.lock_file, flush=True)
 
     def claim(self, source, resumed=False):
         """Make the directory if there is none, and return the run's id. A resumed run
@@ -214,7 +213,7 @@ class Saver:
             error = e
         if error and self.cfg.checkpoint == "sharded" and self.world.rank == 0:
             checkpoint.remove_sharded(path)  # the next save may need the room
-        line = cannot_write(path, error) if error else None
+        line = error and f"cannot write {path}: {error}; what was there before is untouched"
         line = from_rank0(self.world, lambda: line, self.group)
         return time.perf_counter(), line
 

@@ -64,7 +64,9 @@ def final_config(cfg, source, resumed, world):
         for key, value in configurator.as_dict(cfg).items():
             old = before.get(key, value)
             if old != value and key != "init_from":
-                print0(world, f"{key}={value!r} now, and {old!r} in {source.path}")
+                is_order = key in "batch_size gradient_accumulation_steps block_size seed".split()
+                note = "; text is skipped or comes again" if is_order else ""
+                print0(world, f"{key}={value!r} now, and {old!r} in {source.path}{note}")
     cfg, base = with_base(cfg, resumed, world)
     return cfg if source or base else with_vocabulary(cfg), base
 

@@ -284,9 +284,8 @@ def train(cfg):
     for line in describe(cfg, model, optimizer, batches, source, world):
         print0(world, line)
     # eval_only leaves the directory as it is.
-    run_id = None
-    if not cfg.eval_only:
-        run_id = from_rank0(world, lambda: directory.claim(source, resumed))
+    run_id = None if cfg.eval_only else from_rank0(
+        world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
     saver = saves.Saver(directory.path, run_id, cfg, world, source, batches)
     # Drop the memory maps: a file that is replaced takes space while it is mapped.

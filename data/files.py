@@ -13,6 +13,7 @@ X.bin may come with X.mask, which says what is learned: see extras/masked.py. Wi
 model learns all tokens.
 """
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -58,6 +59,9 @@ def sync(path):
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as e:  # some shares (CIFS, WSL's DrvFs) cannot sync a directory
+        if e.errno != errno.EINVAL or not os.path.isdir(path):
+            raise
     finally:
         os.close(fd)
 

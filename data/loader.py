@@ -145,8 +145,6 @@ class TokenFiles:
         """SystemExit if the data is missing, damaged or does not fit the model."""
         self.block_size = block_size
         self.vocab_size = vocab_size
-        if has_masks(directory) and not self.masks:
-            raise SystemExit(f"{directory}: its masks would be ignored: use open_batches")
         self.files = open_split(directory, split)
         # n windows take n * block_size + 1 tokens: the last input needs a target too.
         self.starts = [0]  # the number of each file's first window

@@ -166,20 +166,20 @@ def encode(chunk, job):
 def open_record(out, arguments):
     """The content of prepare.json, or that of a new one. SystemExit if out has other data.
     arguments: those that determine the data set; a later start must have the same."""
+    tokens = dict.fromkeys(SPLITS, 0)
+    new = dict(
+        arguments=arguments, finished=False, rows=0, crc=0, shards=0, tokens=tokens, stats=None)
     record = read_record(out)
     if not any(out.glob("*.bin")):
-        record = {}  # an earlier start has written no tokens
-    elif not record:
+        record = new  # an earlier start has written no tokens
+    elif not new.keys() <= record.keys():  # none, or of another version of this file
         raise SystemExit(f"{out}: another data set is here; move it away, or pass another --out")
-    for key, found in record.get("arguments", {}).items():
+    for key, found in record["arguments"].items():
         if found != arguments.get(key):
             raise SystemExit(
                 f"{out}: prepared with {key}={found}, not {arguments.get(key)}; pass the same, or "
                 "move its files away to begin again, or pass another --out")
-    tokens = dict.fromkeys(SPLITS, 0)
-    new = dict(
-        arguments=arguments, finished=False, rows=0, crc=0, shards=0, tokens=tokens, stats=None)
-    return {**new, **record}
+    return record
 
 
 def left(chunks, record, out):

@@ -83,11 +83,13 @@ def encode(hf, text, has_special_tokens=False, is_start=True):
 
 
 def encode_prompt(hf, text):
-    """A prompt's tokens: with those that the tokenizer puts before a text, and without those behind
-    it, such as </s>."""
+    """A prompt's tokens: with those that the tokenizer puts before a text, once if the text begins
+    with them too, and without those behind it, such as </s>."""
     ids = hf.encode(text).ids
     is_added = hf.encode(text + "a").special_tokens_mask
-    return ids[:len(ids) - [*is_added[::-1], 0].index(0)]
+    ids = ids[:len(ids) - [*is_added[::-1], 0].index(0)]
+    is_twice = is_added[:2] == [1, 0] and ids[:1] == ids[1:2]
+    return ids[1:] if is_twice else ids
 
 
 def encode_pieces(encoding, pieces, text):

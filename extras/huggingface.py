@@ -15,7 +15,9 @@ import json
 import os
 import re
 import sys
+import zlib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -193,6 +195,7 @@ def open_model(path, safe_open):
 
     kept = [path / file for file in KEPT if (path / file).exists()]
     header = dict(
+        origin=f"a model whose weights have the CRC {crc_of_samples(weight_files(path))}",
         iter_num=0,
         best_val_loss=1e9,
         model_args=sizes,
@@ -201,6 +204,19 @@ def open_model(path, safe_open):
         kept={file.name: file.read_text("utf-8") for file in kept},
     )
     return Source(str(path), header, shapes, get)
+
+
+def crc_of_samples(files):
+    """Of their sizes, and the first and last MiB of each: another fine-tune has other numbers
+    everywhere, and to read all would take minutes."""
+    crc = 0
+    for file in files:
+        with open(file, "rb") as f:
+            crc = zlib.crc32(f.read(2**20), crc)
+            size = f.seek(0, os.SEEK_END)
+            f.seek(max(0, size - 2**20))
+            crc = zlib.crc32(f.read() + str(size).encode(), crc)
+    return crc
 
 
 def our_name(key, base):
@@ -233,13 +249,13 @@ def open_adapter(path, safe_open):
     file = path / "adapter_model.safetensors"
     places = {}  # {our key: their key}
     shapes = {}  # {our key: shape}
-    layers = set()  # their names within a block
+    layers = defaultdict(set)  # {their names within a block: numbers of the blocks}
     with safe_open(file, "pt") as opened:
         for key in opened.keys():
-            found = re.search(r"\.\d+\.(.*)\.lora_[AB]\.weight$", key)
+            found = re.search(r"\.(\d+)\.(.*)\.lora_[AB]\.weight$", key)
             if not found:
                 raise ValueError(f"{key}: we adapt only linear layers of blocks")
-            layers.add(found[1])
+            layers[found[2]].add(int(found[1]))
             name = key.removeprefix("base_model.model.").removesuffix(".weight")
             places[f"model.{name}"] = key
             shapes[f"model.{name}"] = tuple(opened.get_slice(key).get_shape())
@@ -249,6 +265,11 @@ def open_adapter(path, safe_open):
 
     base = theirs["base_model_name_or_path"]
     header = open_pretrained(base, f"{path}: base_model_name_or_path").header
+    for layer, blocks in layers.items():
+        if lacking := sorted({*range(header["model_args"]["n_layer"])} - blocks):
+            raise ValueError(
+                f"blocks {lacking} have no adapter of {layer}, and we adapt it in all blocks: "
+                "merge it into its base with peft's merge_and_unload()")
     header["model_args"].update(
         base=base,
         lora_rank=theirs["r"],
@@ -500,10 +521,13 @@ def their_tokenizer(source):
         print(f"without a tokenizer: {e.code}")
         return {}, None
     files = {file: path.read_bytes() for file, path in own.files.items()}
+    config = json.loads(files.get("tokenizer_config.json", "{}"))
+    # The class that takes tokenizer.json as it is. GPT2Tokenizer, say, which is also the default of
+    # its kind of model, would split text by a pattern of its own.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if name == "gpt2":
-        # The hub's names no class, and would become that of the model's kind.
-        config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>")
-        files["tokenizer_config.json"] = json.dumps(config).encode()
+        config["eos_token"] = "<|endoftext|>"
+    files["tokenizer_config.json"] = json.dumps(config, indent=2).encode()
     return files, own.end
 
 

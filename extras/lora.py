@@ -37,7 +37,8 @@ class Keys:
     # --- LoRA
     base: str = field(default="", metadata={"may_move": True})  # the frozen model: another run's
     #   out_dir, a hub name or a directory
-    base_origin: str = ""  # set by the run: which step of which run the base was
+    base_origin: str = ""  # set by the run: which step of which run the base was, or a CRC of its
+    #   files
     lora_rank: int = 16
     lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
@@ -92,7 +93,7 @@ def open_base(name, cfg, world, resumed):
             f"base={base} is of model={theirs}, not {name}; pass --model=NAME+lora with the name "
             "of its model, or merge its own adapters first")
     before = cfg.sizes.base_origin
-    now = source.header.get("origin", "")  # Hugging Face's models have none
+    now = source.header.get("origin", "")
     if before and before != now:
         print0(world, f"base={base} was {before} when LoRA began, and is now "
                       f"{now or 'something else'}", file=sys.stderr)

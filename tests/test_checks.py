@@ -30,6 +30,7 @@ from nets import (
     square,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import activations
@@ -266,8 +267,13 @@ def case_ranks_with_other_values():
     model.table += rank
     with says("table differs between ranks"):
         checks.before_sharding(model)
+    model.table = torch.arange(3.0) if rank else torch.arange(3.0).flip(0)  # sums alike
+    with says("table differs between ranks"):
+        checks.before_sharding(model)
     model = net(0)
     model.table[0] = torch.nan
+    model.register_buffer("no_rows", torch.zeros(0, 3))
+    model.register_buffer("count", torch.tensor(3))
     checks.before_sharding(model)
 
 
@@ -323,6 +329,17 @@ def case_a_loss_with_parameters():
     parameters = [p for module in (sharded(model), loss) for p in module.parameters()]
     with says("trains a parameter of shape (3, 8) that is not the model's"):
         checks.after_building(model, torch.optim.SGD(parameters, lr=0.1))
+
+
+def case_ignored_params():
+    """after_building and clip_grad_norm name them among the causes."""
+    model = Net()
+    fully_shard(model, mesh=fsdp.make_mesh("cpu"), ignored_params={model.head.bias})
+    with says("is not sharded. For example it is among ignored_params"):
+        checks.after_building(model, torch.optim.SGD(model.parameters()))
+    backward(model)
+    with says("or is among ignored_params"):
+        fsdp.clip_grad_norm(model, 1.0)
 
 
 # ---------- what clip_grad_norm refuses -----------------------------------------

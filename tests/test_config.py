@@ -203,14 +203,11 @@ load
   ODD/loop.py | begins with _
   ODD/syntax.py; ODD/exits.py | config file
   --n_layer=twelve; --n_layer=True; --n_layer=1.5; ODD/none.py | must be of type int
-  --n_layer=0 | at least 1
   --compile=maybe; --compile=1; ODD/truth.py | must be of type bool
-  --dropout=1.0 | below 1
   --dtype=fp8 | 'float32'
   --n_head=12 --n_embd=100 | multiple of n_head
   --model=gpt2+; --model=gpt2+none | model=
 resolve TOY
-  --out_dir= | current directory
   --strategy=single | python train.py
   --gradient_accumulation_steps=3; --gradient_accumulation_steps=0 | multiple of 2
   --strategy=ddp --cpu_offload=0.5; --strategy=ddp --wrap_min_params=10 | strategy=ddp
@@ -220,7 +217,6 @@ resolve TOY
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
   --grad_clip=-1 | turn gradients around
   --cpu_offload=25 | from 0 to 1
-  --eval_iters=0 | at least 1
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
   --activation_offload=True | --activation_checkpointing=full
   --activation_checkpointing=selective --activation_offload=True | activation_checkpointing=full

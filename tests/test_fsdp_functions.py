@@ -32,6 +32,7 @@ from nets import (
     gradients,
     inputs,
     reshard,
+    says,
     sharded,
     square,
 )
@@ -298,6 +299,34 @@ def case_a_table_that_forward_reads_is_gathered_for_backward():
     assert_exact(sharded(Net(lambda: Reads(8, 8))), Net(lambda: Reads(8, 8)))
 
 
+def embeds(how):
+    """Net after a table that something else than its forward reads too."""
+    net = nn.Sequential(nn.Embedding(10, 8), Net())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        nn.init.normal_(net[0].weight)
+    if how == "parametrization":
+        nn.utils.parametrize.register_parametrization(net[0], "weight", nn.Softmax(dim=1))
+    elif how == "weight_norm":
+        nn.utils.parametrizations.weight_norm(net[0])
+    elif how == "forward hook":
+        net[0].register_forward_hook(lambda table, args, out: out / table.weight.norm())
+    elif how == "pre-hook":
+        net[0].register_forward_pre_hook(
+            lambda table, args: (args[0] + (table.weight.exp().sum() < 0),))
+    return net
+
+
+def case_a_table_that_others_read_is_gathered_for_backward_too():
+    def loss(model, x):
+        return square(model, (x * 100).long() % 10) / 100
+
+    for how in ("nothing", "parametrization", "weight_norm", "forward hook", "pre-hook"):
+        model = embeds(how)
+        sharded(model, [model[0], *model[1].blocks])
+        assert_exact(model, embeds(how), loss)
+
+
 # ---------- shard, and what it leaves alone ---------------------------------------
 
 
@@ -365,6 +394,14 @@ def case_the_last_dimension_of_any_mesh_shards():
         assert out is None if dist.get_rank() else torch.equal(out, whole)
         fsdp.write_full(model.head.weight, 2 * whole)
         assert torch.equal(model.head.weight.full_tensor(), 2 * whole)
+
+
+def case_a_value_of_another_shape():
+    """Cut or broadcast, it would be taken; PyTorch's own load_state_dict refuses it too."""
+    for t in (sharded(Net()).head.weight, Net().head.weight):
+        for shape in ((9, 8), (7, 8), (1, 8), (8,), ()):
+            with says(f"a value of shape {shape}, for one of (8, 8)"):
+                fsdp.write_full(t, torch.zeros(shape))
 
 
 def test_allocate_keeps_values_ties_and_marks():

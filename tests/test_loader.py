@@ -208,13 +208,6 @@ def test_shards_are_those_of_one_whole_data_set(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_masks_are_not_ignored(tmp_path):
-    """By who builds Batches of a data set that has some; open_batches reads them."""
-    write_tokens(tmp_path / "train.bin", 33)
-    (tmp_path / "train.mask").touch()
-    assert "open_batches" in refused(TokenFiles, tmp_path, "train", 16, 9999)
-
-
 def test_a_data_set_is_the_one_directory_with_tokens(tmp_path, monkeypatch):
     """Raw text in a directory of that name hides no data set. Two data sets are ambiguous."""
     here, below = tmp_path / "here", tmp_path / "data"

@@ -134,10 +134,15 @@ def test_metrics_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, 
     assert [(row["grad_norm"], row["own"]) for row in rows] == [(1.0, 0.25), (None, 0.25)]
 
 
-def test_metrics_a_run_says_what_decays(tmp, capsys):
+def test_metrics_a_run_says_what_decays_and_what_is_frozen(tmp, capsys):
     """Once, and each kind of layer once."""
-    run_training(tmp, "decays", max_iters=1, weight_decay=0.3, freeze="wpe", bias=False)
-    first, second = re.findall("^weight_decay=(.*)", capsys.readouterr().out, re.M)
+    keys = dict(freeze=r"wpe|h\.1.*mlp", weight_decay=0.3, bias=False, n_layer=11)
+    run_training(tmp, "decays", max_iters=1, **keys)
+    said = capsys.readouterr().out
+    first, second = re.findall("^weight_decay=(.*)", said, re.M)
+    # Who meant block 1 sees 10 too.
+    assert re.findall("^frozen, at least in part: (.*)", said, re.M) == [
+        "transformer.wpe.weight, transformer.h.1, transformer.h.10"]
     layers = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
     assert first == ", ".join(["0.3: transformer.wte.weight"] + [
         f"transformer.h.*.{name}.weight" for name in layers])

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -244,7 +245,7 @@ def test_stdlib_and_shakespeare_hold_out_their_end(tmp_path, monkeypatch):
 
 def test_prepare_replaces_nothing(tmp_path, monkeypatch, capsys):
     """With the same arguments and documents it is done already. The content of sources counts, and
-    not their dates, or that no date was noted."""
+    not their dates."""
     monkeypatch.setattr(prepare_py, "CHUNK", 1)  # so that one may end where the documents did
     rows = [{"text": text} for text in documents(30)]
     path, out, bad = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "o", tmp_path / "bad.txt"
@@ -253,12 +254,15 @@ def test_prepare_replaces_nothing(tmp_path, monkeypatch, capsys):
     assert "bad.txt" in refused(run_prepare, [*argv, bad])  # before it has written any tokens
     run_prepare(argv)
     os.utime(path, (0, 0))
-    for stats in ({}, {"stats": None}):
-        record = json.loads((out / RECORD).read_text())
-        (out / RECORD).write_text(json.dumps({**record, **stats}))
-        run_prepare(argv)
-        assert "prepared already" in capsys.readouterr().out
+    run_prepare(argv)
+    assert "prepared already" in capsys.readouterr().out
     before = files_of(out)
+    record = json.loads(before[RECORD])
+    for key in ("arguments", "finished", "rows", "crc", "shards", "tokens", "stats"):
+        others = {name: value for name, value in record.items() if name != key}
+        (out / RECORD).write_text(json.dumps(others))  # as of another version
+        assert "another data set is here" in refused(run_prepare, argv)
+    (out / RECORD).write_bytes(before[RECORD])
     assert script("data/python_stdlib/prepare.py", f"--out={out}").returncode
     for other in ("--val_fraction=0.2", bad):
         assert "pass another --out" in refused(run_prepare, [*argv, other])
@@ -326,6 +330,16 @@ def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_
         write_files(str(tmp_path), {"a": [b"x", memoryview(b"y")], "b": lambda f: f.write(b"z")})
     assert seen == [("a.tmp", "xy"), ("a.tmp", "a"), (tmp_path.name, None),
                     ("b.tmp", "z"), ("b.tmp", "b"), (tmp_path.name, None)]
+    # Some shares cannot sync a directory (CIFS, WSL's DrvFs), and say so.
+    def cannot(fd, number=errno.EINVAL, is_directory=True):
+        if os.path.isdir(os.readlink(f"/proc/self/fd/{fd}")) == is_directory:
+            raise OSError(number, "Invalid argument")
+
+    with patch.object(os, "fsync", cannot):
+        write_files(tmp_path, {"b": [b"z"]})
+    for other in (dict(number=errno.EIO), dict(is_directory=False)):
+        with patch.object(os, "fsync", partial(cannot, **other)), pytest.raises(OSError):
+            write_files(tmp_path, {"b": [b"z"]})
     # What fails leaves the old one, and no temporary file.
     with patch.object(os, "replace", side_effect=OSError), pytest.raises(OSError):
         write_files(tmp_path, {"a": [b"new"]})

@@ -8,6 +8,7 @@ A simulated GPU records and replays each operation, on the memory that it had.
 
 import functools
 import os
+import types
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +21,7 @@ import train
 from configurator import resolve
 from optimizer import LossScaler
 from ranks import World
-from recorded import Recorded
+from recorded import Recorded, modules_near
 
 SHARD = dict(strategy="full_shard")
 ZERO2 = dict(strategy="shard_grad_op")
@@ -37,6 +38,7 @@ MODES = {  # name: (ranks, keys), with three micro-batches on each rank
     "ddp": (2, dict(strategy="ddp", warm_up=11, ends=[15])),
     "hybrid_shard": (4, dict(strategy="hybrid_shard", shard_group_size=2)),
 }
+NET = torch.nn.Identity()  # a global name
 ROUNDED = ("ddp", "hybrid_shard")  # a sum over ranks in another order: to 1e-6
 
 
@@ -101,7 +103,7 @@ def case_waits(tmp, device, **keys):
     # One recording for the first micro-batch, one for the last and one between; and a replay
     # writes where gradients were while it was recorded.
     assert len(run.forward_backward.recordings) == 3 and kept[1] == kept[-1]
-    _, inputs, result = next(iter(run.forward_backward.recordings.values()))
+    _, inputs, result, *_ = next(iter(run.forward_backward.recordings.values()))
     tensors = [t for t in (*inputs, result) if isinstance(t, torch.Tensor)]
     return [t.device.type for t in tensors]
 
@@ -116,13 +118,15 @@ class Drops(torch.nn.Module):
 
 
 def case_decides(tmp, device, **keys):
-    """The line with which a run ends whose model drops a layer before its head."""
+    """The error with which a run ends whose model drops a layer before its head."""
     run = built(tmp, device=device, cuda_graph=True, gradient_accumulation_steps=1, **keys)
     run.forward_backward.warm_up = 2
     norm = run.model.transformer.ln_f
     drops = Drops()
     norm.register_forward_hook(lambda _, args, output: drops(output))
-    return refused(steps, run, n=6)
+    with pytest.raises(RuntimeError) as e:
+        steps(run, n=6)
+    return str(e.value)
 
 
 def test_cuda_recorded_step_waits_for_nothing_and_decides_nothing_on_the_host(tmp):
@@ -134,7 +138,81 @@ def test_cuda_recorded_step_waits_for_nothing_and_decides_nothing_on_the_host(tm
     assert values(results, "waits") == [4 * ["cuda"]]
     for strategy in ("single", "full_shard"):
         [line] = values(results, strategy)
-        assert "decides something on the host" in line and "--cuda_graph=False" in line
+        assert "decides something on the host" in line
+
+
+class Program:
+    """One of somebody's own. Its step is a method."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)]
+        self.net = torch.nn.Sequential(*layers).cuda()
+        self.net[0].requires_grad_(False)
+        self.arguments = [torch.randn(4, 8).cuda(), 0.5]
+
+    def step(self, x, factor):
+        loss = factor * self.net(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+CHANGES = {  # name: what happens before step 6, which is recorded since step 3
+    "a batch of 1": lambda run: run.arguments.__setitem__(0, torch.randn(1, 8).cuda()),
+    "another type": lambda run: run.arguments.__setitem__(0, torch.randn(4, 8).cuda().double()),
+    "an argument less": lambda run: run.arguments.pop(),
+    "another number": lambda run: run.arguments.__setitem__(1, 2.0),
+    "eval()": lambda run: run.net.eval(),
+    "eval() of a part": lambda run: run.net[1].eval(),
+    "unfrozen": lambda run: run.net[0].requires_grad_(True),
+    "frozen": lambda run: run.net[2].requires_grad_(False),
+    "zero_grad()": lambda run: run.net.zero_grad(),
+    "other gradients": lambda run: [
+        setattr(p, "grad", torch.zeros_like(p)) for p in run.net[2].parameters()],
+}
+
+
+def case_changed(device):
+    """{change: what step 6 says}, and without one the losses of 12 steps, recorded and not."""
+    torch.cuda.set_stream(torch.cuda.Stream())
+    found = {}
+    for change in ("not recorded", "nothing", *CHANGES):
+        run = Program()
+        work = run.step if change == "not recorded" else Recorded(run.step, warm_up=3)
+        losses = []
+        for step in range(12):
+            torch.manual_seed(step)
+            if step == 6 and change in CHANGES:
+                CHANGES[change](run)
+                with pytest.raises(RuntimeError) as e:
+                    work(*run.arguments)
+                found[change] = str(e.value)
+                break
+            losses.append(work(*run.arguments).item())
+            with torch.no_grad():
+                for p in run.net[2].parameters():
+                    p -= 0.01 * p.grad
+                    p.grad.zero_()
+        else:
+            found[change] = losses
+    return found
+
+
+def test_cuda_recording_that_no_longer_fits_the_call_is_not_replayed():
+    [found] = values(on_ranks(1, {"changed": (case_changed, dict(device="cuda"))}), "changed")
+    assert found.pop("nothing") == found.pop("not recorded")
+    assert set(found) == set(CHANGES)
+    assert all("no longer fits" in line for line in found.values()), found
+
+
+def test_recorded_looks_at_the_modules_that_a_function_uses():
+    net, other = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU())
+    run = types.SimpleNamespace(net=net)
+    run.step = types.MethodType(lambda self, x: self.net(x), run)
+    modules = [net, other, other[0]]
+    assert modules_near(lambda module, x: other(module(x)), (net, 1)) == modules
+    assert modules_near(run.step, (other,)) == [other, other[0], net]
+    assert NET in modules_near(lambda x: NET(x), ())
 
 
 def test_recorded_does_nothing_where_there_is_no_gpu(tmp):

@@ -120,12 +120,13 @@ def test_a_tokenizer_with_dropout_gives_the_same_tokens_each_time(tmp_path):
 
 @pytest.mark.parametrize("last", ["", "<|im_end|>", "<|im_end|> </s>"])
 def test_a_prompt_is_begun_and_not_ended_by_its_tokenizer(tmp_path, last):
-    """An end that the prompt has stays there."""
+    """Once, if the prompt has that beginning too. An end that the prompt has stays there."""
     hf = make(tmp_path, last=last)
     encode, _, _ = tokenizer({"vocab_size": 700}, str(tmp_path))
     for text in ("the sun", "", "\n", "\u00e9 ", "Hi<|im_end|>", "<|im_end|>\n", "</s>"):
         alone = hf.encode(text, add_special_tokens=False).ids
-        assert encode(text) == [hf.token_to_id("<s>"), *alone]
+        assert encode(text) == encode("<s>" + text) == [hf.token_to_id("<s>"), *alone]
+        assert encode("<s><s>" + text) == 2 * [hf.token_to_id("<s>")] + alone
         assert len(hf.encode(text).ids) == 1 + len(alone) + len(last.split())
 
 

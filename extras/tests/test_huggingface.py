@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from harness import plain_gpt, refused
-from test_hf_tokenizer import make
+from test_hf_tokenizer import make, pre, tokenizers
 
 import sample
 import train
@@ -193,6 +193,25 @@ def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, capsys
     for file in kept:  # a text ends with it too
         assert json.loads((tmp_path / "gpt2" / file).read_text())["eos_token_id"] == [1, 7]
     assert "without a tokenizer: the data's is bytes" in capsys.readouterr().out
+
+
+def test_huggingface_tokenizer_has_its_own_pattern_whatever_its_class(tmp_path):
+    """transformers' GPT2Tokenizer would split its text by GPT-2's."""
+    words = pre.Split(tokenizers.Regex(r"\S+|\s+"), "isolated")
+    splits = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    own = make(tmp_path / "data", learned=["a12345b"], pre_tokenizer=splits)
+    theirs = dict(tokenizer_class="GPT2Tokenizer", eos_token="</s>", padding_side="left")
+    (tmp_path / "data/tokenizer_config.json").write_text(json.dumps(theirs))
+    make_hf(tmp_path / "hf", "gpt2")
+    source = open_pretrained(str(tmp_path / "hf"))
+    source.header["config"]["dataset"] = str(tmp_path / "data")
+    source.header["meta"] = dict(vocab_size=300, tokenizer="tokenizer.json")
+    export(source, tmp_path / "out")
+    text = "a12345b"
+    by_class = transformers.AutoTokenizer.from_pretrained(tmp_path / "data")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(text)["input_ids"] == own.encode(text).ids != by_class(text)["input_ids"]
+    assert (theirs.eos_token, theirs.padding_side) == ("</s>", "left")
 
 
 def edited(**values):

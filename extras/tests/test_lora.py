@@ -6,9 +6,10 @@ LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import formulas
 import pytest
@@ -177,6 +178,22 @@ def test_lora_whose_base_was_trained_on_says_so(tmp, base, tmp_path, capsys):
         assert f"step 2 of run {ckpt['run']}" in said and f"now step 3 of run {ckpt['run']}" in said
 
 
+def test_lora_whose_base_in_hugging_faces_format_was_replaced_says_so(tmp, base, tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    own, out = tmp_path / "hf", str(tmp_path / "out")
+    keys = dict(learning_rate=KEYS["learning_rate"], init_from="resume", **NAME)
+    source = checkpoint.find(base, World())
+    huggingface.export(source, own)
+    run_training(tmp, out, base=str(own), max_iters=1, **KEYS)
+    again = shutil.copytree(own, tmp_path / "again")  # the same, with other dates
+    run_training(tmp, out, base=str(again), max_iters=2, **keys)
+    assert "LoRA began" not in capsys.readouterr().err
+    trained = replace(source, get=lambda key: source.get(key) * 1.01)
+    huggingface.export(trained, own)
+    run_training(tmp, out, base=str(own), max_iters=3, **keys)
+    assert re.search(r"was .* the CRC \d+ when LoRA began, and is now", capsys.readouterr().err)
+
+
 def case_bytes(tmp):
     """What a step sends, and in which types parameters are kept."""
     run = built(tmp, dtype="bfloat16", frozen_dtype="bfloat16", gradient_accumulation_steps=2,
@@ -325,3 +342,15 @@ def test_lora_adapters_that_we_do_not_compute_are_refused(tmp_path, change, said
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     line = refused(huggingface.open_pretrained, str(tmp_path))
     assert said in line and str(tmp_path) in line
+
+
+def test_lora_adapters_of_some_blocks_only_are_refused(tmp_path):
+    """The line names the others."""
+    transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+    from test_huggingface import make_hf
+    make_hf(tmp_path / "hf", "llama3")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    config = peft.LoraConfig(r=2, target_modules=["layers.1.self_attn.q_proj", "k_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    line = refused(huggingface.open_pretrained, str(tmp_path))
+    assert "blocks [0] have no adapter of self_attn.q_proj" in line and "merge" in line
