@@ -15,7 +15,8 @@ imports only torch (2.9 or later), so you can copy it into your own project:
     # optimizer would update those instead of this rank's rows.
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(seed + dist.get_rank())  # only now: each rank's own dropout and noise
-    for batches in steps:  # each rank has its own: see PyTorch's DistributedSampler
+    # Each rank has its own batches: see PyTorch's DistributedSampler, its set_epoch and drop_last.
+    for batches in steps:
         for i, (x, y) in enumerate(batches):
             # With several micro-batches: in the last one hybrid sharding's groups reduce, and the
             # root is freed.
@@ -104,8 +105,8 @@ def shard(
     In place (all ranks).
 
     model: in fp32 or float64; frozen parameters may be in bf16.
-        For parameters on the meta device, this allocates this rank's rows, as NaN. Others
-        keep their values, which must be the same on every rank; each rank keeps its rows.
+        For parameters on the meta device, this allocates this rank's rows, as NaN (integers as 0).
+        Others keep their values, which must be the same on every rank; each rank keeps its rows.
         Buffers are not sharded. They keep their values and move to the device; one on the meta
         device stays there.
     units: modules, inner before outer, or lists of modules that are one unit, such as
@@ -282,8 +283,9 @@ def fsdp_root(wrapped):
 
 
 def autocast(wrapped, device_type: str, dtype: torch.dtype):
-    """A context: autocast for a model that is not sharded. In a sharded one the
-    MixedPrecisionPolicy casts, and autocast on top would put its norms back in fp32."""
+    """A context: autocast for a model that is not sharded, for one forward, since it keeps the
+    copies that it has cast. In a sharded one the MixedPrecisionPolicy casts, and autocast on top
+    would put its norms back in fp32."""
     on = dtype != torch.float32 and fsdp_root(wrapped) is None
     return torch.autocast(device_type, dtype, enabled=on)
 

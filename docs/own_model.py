@@ -87,7 +87,8 @@ class Model(nn.Module):
 def images_of(step):
     """This rank's share of a step's 96 images and their labels. All shares are equal, so the mean
     over ranks and micro-batches is the mean over images. (With a data set: PyTorch's
-    DistributedSampler.)"""
+    DistributedSampler. Call its set_epoch, or each epoch has the same order; and it repeats some
+    samples, so that ranks have equally many: drop_last=True, or in an evaluation weights of 0.)"""
     patterns = torch.randn(10, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + step)
     y = torch.randint(10, (96,), generator=generator)
@@ -110,8 +111,8 @@ def save(path, step):
 
 def resume(path):
     """On any number of ranks. Returns the step. The optimizer gets its saved learning rate and
-    weight decay back: set others after this. (PyTorch unpickles parts of the files, so read only
-    those that you trust.)"""
+    weight decay back: set others after this. Save and load a scheduler's state_dict() too, or it
+    begins anew. (PyTorch unpickles parts of the files, so read only those that you trust.)"""
     weights, state = get_state_dict(model, optimizer)  # this rank's rows, to read into
     dcp.load(saved := {"model": weights, "optimizer": state, "step": 0}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -191,7 +192,8 @@ if rank == 0:
 
 # 6) The whole weights in one file, to use elsewhere.
 if args.save:
-    whole = {name: fsdp.gather_full(t) for name, t in model.state_dict().items()}
+    state = model.state_dict()  # of a module with get_extra_state it has more than tensors
+    whole = {name: fsdp.gather_full(t) for name, t in state.items() if torch.is_tensor(t)}
     if rank == 0:
         torch.save(whole, f"{args.save}/weights.pt")
 

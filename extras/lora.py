@@ -115,6 +115,10 @@ def adapt(model, config):
         module.lora_B = nn.Parameter(torch.empty(out, config.lora_rank, device=device))
 
 
+# Else nn.TransformerEncoderLayer, in evaluation, reads its layers' weights and calls no layer.
+torch.backends.mha.set_fastpath_enabled(False)
+
+
 class LoRALinear(nn.Linear):
     def forward(self, x):
         y = super().forward(x)  # (..., out)

@@ -47,7 +47,8 @@ class Experts(nn.Module):
         self.c_proj = nn.Parameter(torch.empty(E, C, 2 * C))
 
     def forward(self, x):
-        """x (B, T, C) -> the experts' answer (B, T, C), and how unbalanced they are."""
+        """x (B, T, C) -> the experts' answer (B, T, C), and how unbalanced they are, over all
+        tokens: padding of masked data counts too."""
         # In fp32 whatever dtype is: rounding would change which experts are the best.
         device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta device
         with torch.autocast(device, enabled=False):

@@ -49,6 +49,24 @@ def test_activations_only_one_chunk_of_logits_exists():
         assert (p.grad - grad).norm() <= 2e-2 * (grad.norm() + 1e-3)
 
 
+def test_activations_a_head_with_dropout_has_the_same_masks_when_a_chunk_is_recomputed():
+    """Backward recomputes the last chunk first."""
+    gpt = plain_gpt()
+    gpt.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), gpt.lm_head)
+    gpt.loss_chunks = 3
+    x = torch.randn(2, 12, gpt.config.n_embd, requires_grad=True)
+    targets = torch.arange(24).view(2, 12)
+    torch.manual_seed(1)
+    [found] = torch.autograd.grad(gpt.head_loss(x, targets)[1], x)
+    torch.manual_seed(1)
+    chunks = zip(x.chunk(3, dim=1), targets.chunk(3, dim=1))
+    loss = sum(
+        F.cross_entropy(gpt.lm_head(piece).flatten(0, 1), wanted.flatten(), reduction="sum")
+        for piece, wanted in chunks) / 24
+    [expected] = torch.autograd.grad(loss, x)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
 # -----------------------------------------------------------------------------
 # activation_checkpointing, activation_offload
 

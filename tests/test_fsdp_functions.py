@@ -147,7 +147,7 @@ def case_what_is_printed_shards_another_model():
 
 
 def case_running_statistics():
-    _, average_buffers = section("What goes wrong, and what to do")
+    _, average_buffers, _ = section("What goes wrong, and what to do")
     model = sharded(Net(Normed))
     backward(model)
 
@@ -163,7 +163,7 @@ def case_running_statistics():
 
 
 def case_a_loss_that_is_the_mean_over_targets():
-    count_and_loss, _ = section("What goes wrong, and what to do")
+    count_and_loss, *_ = section("What goes wrong, and what to do")
 
     def batches_of(rank):
         y = torch.arange(8).view(2, 4)
@@ -182,6 +182,19 @@ def case_a_loss_that_is_the_mean_over_targets():
         exec(loss, scope)
         scope["loss"].backward()
     assert distance(gradients(model), gradients(plain)) < 1e-6
+
+
+def case_rows_of_a_parameter():
+    *_, rows = section("What goes wrong, and what to do")
+    model, plain = sharded(Net()), Net()
+    for net in (model, plain):
+        backward(net)
+    p, expected = model.head.weight, plain.head.weight.detach()
+    exec(rows, dict(p=p, torch=torch, write_full=fsdp.write_full))
+    grad = plain.head.weight.grad
+    expected[:7] = grad[:7] = 0
+    torch.renorm(expected, 2, 0, 1, out=expected)
+    assert len(p) > 7 and distance([p, p.grad], [expected, grad]) < 1e-6
 
 
 def case_a_parameter_that_no_rank_uses():

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import formulas
 import pytest
@@ -162,6 +163,20 @@ def test_lora_adapts_plain_linear_layers_of_the_blocks_only(tmp):
     cfg = resolve(tiny(tmp, n_embd=48, dtype="float8", **LORA), World())
     line = refused(train.parallelize, train.meta_model(cfg), cfg, World())
     assert "c_attn is a LoRALinear" in line
+
+
+def test_lora_adapts_pytorchs_own_layer_in_evaluation_too():
+    """Its fast path would take the base's weights alone."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = SimpleNamespace(blocks=layer, named_modules=layer.named_modules)
+    lora.adapt(model, lora.Keys(lora_rank=2))
+    for name, p in layer.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.ones_(p)
+    x = torch.randn(1, 3, 8)
+    trains = layer(x)
+    with torch.no_grad():
+        assert torch.allclose(layer.eval()(x), trains, rtol=1e-4)
 
 
 def test_lora_whose_base_was_trained_on_says_so(tmp, base, tmp_path, capsys):
