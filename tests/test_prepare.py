@@ -337,9 +337,10 @@ def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_
 
     with patch.object(os, "fsync", cannot):
         write_files(tmp_path, {"b": [b"z"]})
-    for other in (dict(number=errno.EIO), dict(is_directory=False)):
-        with patch.object(os, "fsync", partial(cannot, **other)), pytest.raises(OSError):
-            write_files(tmp_path, {"b": [b"z"]})
+    with patch.object(os, "fsync", partial(cannot, number=errno.EIO)), pytest.raises(OSError):
+        write_files(tmp_path, {"b": [b"z"]})
+    with patch.object(os, "fsync", partial(cannot, is_directory=False)), pytest.raises(OSError):
+        files.sync(tmp_path / "b")
     # What fails leaves the old one, and no temporary file.
     with patch.object(os, "replace", side_effect=OSError), pytest.raises(OSError):
         write_files(tmp_path, {"a": [b"new"]})

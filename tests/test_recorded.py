@@ -167,8 +167,10 @@ CHANGES = {  # name: what happens before step 6, which is recorded since step 3
     "unfrozen": lambda run: run.net[0].requires_grad_(True),
     "frozen": lambda run: run.net[2].requires_grad_(False),
     "zero_grad()": lambda run: run.net.zero_grad(),
+    # The old ones are gone: without care new ones would get their ids.
     "other gradients": lambda run: [
-        setattr(p, "grad", torch.zeros_like(p)) for p in run.net[2].parameters()],
+        run.net.zero_grad(),
+        *(setattr(p, "grad", torch.zeros_like(p)) for p in run.net[2].parameters())],
 }
 
 
