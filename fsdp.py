@@ -255,7 +255,7 @@ def materialize(module, device):
 
 def allocate(model, device):
     """For one process, or before `replicate`: allocate parameters on the meta device in full,
-    as NaN, and move everything else to the device."""
+    as NaN (integers as 0), and move everything else to the device."""
     materialize(model, device)
     for t in (*model.parameters(), *model.buffers()):
         t.data = t.to(device)  # unlike model.to, on the plan's fake tensors too

@@ -111,8 +111,9 @@ def save(path, step):
 
 def resume(path):
     """On any number of ranks. Returns the step. The optimizer gets its saved learning rate and
-    weight decay back: set others after this. Save and load a scheduler's state_dict() too, or it
-    begins anew. (PyTorch unpickles parts of the files, so read only those that you trust.)"""
+    weight decay back: set others after this. Save a scheduler's state_dict() too, and load it
+    after this, or it begins anew. (PyTorch unpickles parts of the files, so read only those that
+    you trust.)"""
     weights, state = get_state_dict(model, optimizer)  # this rank's rows, to read into
     dcp.load(saved := {"model": weights, "optimizer": state, "step": 0}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
