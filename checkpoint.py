@@ -69,11 +69,6 @@ class Source:
             f"{self.path} is of another model, or trained other parameters: {key} is "
             f"{theirs or 'missing'}, not {shape}")
 
-    def whole(self, key):
-        """The value as a tensor on the CPU."""
-        value = self.get(key)
-        return value[:] if self.shapes[key] else value  # a scalar cannot be sliced
-
 
 # ---------- a state in memory -------------------------------------------------
 

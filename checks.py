@@ -16,6 +16,7 @@ import math
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,9 @@ def before_sharding(model):
                 f"the buffer {name} is on the meta device and has no values: compute it in "
                 "forward, or on the CPU, by device='cpu'")
     refuse_rounding(model)
-    if dist.is_initialized():
-        refuse_different_values(model)
+    # FSDP2 broadcasts nothing: each rank keeps rows of its own model.
+    named = [*model.named_parameters(), *model.named_buffers()]
+    refuse_differences(named, "build the model with one seed on all ranks, in one order")
 
 
 def refuse_rounding(model):
@@ -44,23 +46,29 @@ def refuse_rounding(model):
                 "float32, and let mp_policy say what to compute in")
 
 
-def refuse_different_values(model):
-    """FSDP2 broadcasts nothing: each rank keeps rows of its own model."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    sums = [math.nan if t.is_meta else weighted_sum(t.detach()) for _, t in named]
+def refuse_differences(named, remedy):
+    """Raise on all ranks if they have other tensors in [(name, tensor)] (collective)."""
+    if not dist.is_initialized():
+        return
+    own = [((name, *t.shape, t.dtype, t.requires_grad), weighted_sum(t)) for name, t in named]
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums)
-    for (name, _), *values in zip(named, *of_ranks):
+    dist.all_gather_object(of_ranks, own)
+    for entries in zip_longest(*of_ranks, fillvalue=("nothing", math.nan)):
+        kinds, sums = zip(*entries)
+        if len(set(kinds)) > 1:
+            raise ValueError(f"ranks 0, 1, ... have {kinds[:8]}: {remedy}")
         # allclose: machines of two kinds may round differently.
-        if not torch.allclose(torch.tensor(values), torch.tensor(values[0]), equal_nan=True):
+        if not torch.allclose(torch.tensor(sums), torch.tensor(sums[0]), equal_nan=True):
             raise ValueError(
-                f"{name} differs between ranks (weighted sums of its values are {values[:8]}): "
-                "build the model with one seed on all ranks, in one order")
+                f"{kinds[0][0]} differs between ranks (weighted sums of its values are "
+                f"{sums[:8]}): {remedy}")
 
 
 def weighted_sum(t):
-    """A number that depends on the order of the values too."""
-    t = t.flatten().double()
+    """A number that depends on the order of the values too; NaN on the meta device."""
+    if t.is_meta:
+        return math.nan
+    t = t.detach().flatten().double()
     return torch.linspace(1, 2, len(t), dtype=t.dtype, device=t.device).dot(t).item()
 
 
@@ -82,16 +90,16 @@ def after_building(model, optimizer):
 
 def after_first_step(model, optimizer):
     """Raise if checkpoint.py would lose or misread optimizer state: a value that is not a tensor,
-    or this rank's rows in a plain tensor. (PyTorch's own checkpoints misread such rows too.)"""
+    or of a sharded parameter a plain tensor that is another one on each rank, such as this rank's
+    rows (collective). PyTorch's own checkpoints misread those too."""
+    plain = []
     for name, p in model.named_parameters():
         for key, t in optimizer.state.get(p, {}).items():
             if not isinstance(t, torch.Tensor):
                 raise ValueError(f"the optimizer's state {key!r} of {name} is no tensor: {t!r}")
-            is_rows = isinstance(p, DTensor) and t.shape == p.to_local().shape != p.shape
-            if is_rows and not isinstance(t, DTensor):
-                raise ValueError(
-                    f"the optimizer's state {key!r} of {name} has only this rank's rows: make it "
-                    "a DTensor, such as torch.zeros_like(p)")
+            if isinstance(p, DTensor) and not isinstance(t, DTensor):
+                plain.append((f"the optimizer's state {key!r} of {name}", t))
+    refuse_differences(plain, "make this rank's rows a DTensor, such as torch.zeros_like(p)")
 
 
 # ---------- do all ranks do the same? -----------------------------------------

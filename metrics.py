@@ -93,13 +93,13 @@ def describe(cfg, model, optimizer, batches, source, world):
     parameters = f"{numel / 1e6:.2f}M parameters, {trained / numel:.0%} of them train"
     ranks = f"strategy {cfg.strategy}, {world.size} x {world.device.type}, {cfg.dtype}"
     yield f"{parameters}, {ranks}, {tokens:,} tokens per step, context {cfg.sizes.block_size:,}"
-    names = {p: re.sub(r"\.\d+\.", ".*.", name) for name, p in model.named_parameters()}
+    names = {p: name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
-        kinds = ", ".join(dict.fromkeys(names[p] for p in group["params"]))
-        yield f"weight_decay={group.get('weight_decay')}: {kinds}"
+        kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", names[p]) for p in group["params"])
+        yield f"weight_decay={group.get('weight_decay')}: {', '.join(kinds)}"
     if cfg.freeze:
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        parts = [re.sub(r"(\.\d+)\..*", r"\1", name) for name in frozen]  # up to a block's number
+        # Names up to a block's number.
+        parts = [re.sub(r"(\.\d+)\..*", r"\1", names[p]) for p in names if not p.requires_grad]
         yield f"frozen, at least in part: {', '.join(dict.fromkeys(parts))}"
     before = source.header.get("tokens", {}) if source else {}
     name = cfg.dataset

@@ -114,8 +114,7 @@ def patient_barrier():
 
 def print0(world, *args, file=None):
     if world.rank == 0:
-        with suppress(OSError):  # a log's reader went away, as in `| head`: train on
-            print(*args, file=file, flush=True)
+        print(*args, file=file, flush=True)
 
 
 def all_reduce_mean_(x, world):

@@ -67,7 +67,6 @@ class Recorded:
         # {which: (graph, its inputs, its result, `state` after it, gradients)}. These are kept so
         # that no other one gets their ids.
         self.recordings = {}
-        self.modules = self.params = ()
         self.pool = torch.cuda.graph_pool_handle()  # one for all: a step replays them in order
 
     def __call__(self, *arguments):

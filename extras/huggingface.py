@@ -31,6 +31,7 @@ from data.files import write_files
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, name_of
 from extras.hf_tokenizer import BESIDE, encoder_of, local_copy
+from extras.to_full import whole
 from ranks import World, run
 from start import open_start, with_base
 
@@ -391,11 +392,11 @@ def merged(source):
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):
-        weight = base.whole(key)
+        weight = whole(base, key)
         layer = key.removesuffix(".weight")
         if f"{layer}.lora_A" not in source.shapes:
             return weight
-        product = source.whole(f"{layer}.lora_B") @ source.whole(f"{layer}.lora_A")
+        product = whole(source, f"{layer}.lora_B") @ whole(source, f"{layer}.lora_A")
         return weight.float() + scale * product
 
     header = dict(source.header, kept=base.header.get("kept"))
@@ -413,7 +414,7 @@ def export_adapter(source, path):
     for key in source.shapes:
         state, _, name = key.partition(".")
         if state == "model":
-            tensors[f"base_model.model.{name}.weight"] = source.whole(key)
+            tensors[f"base_model.model.{name}.weight"] = whole(source, key)
     # In a list peft looks for whole names and for their ends.
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     config = dict(
@@ -494,7 +495,7 @@ def their_tensors(source, tied, dtype):
         state, _, name = key.partition(".")
         if state != "model" or (tied and name == "lm_head.weight"):
             continue  # the optimizer's; or a second name, which transformers adds itself
-        tensor = source.whole(key).to(dtype)
+        tensor = whole(source, key).to(dtype)
         tensors[name] = tensor.t().contiguous() if name.endswith(TRANSPOSED) else tensor
         is_embedding = name.endswith(("wte.weight", "wpe.weight"))
         if adds_biases and not is_embedding:

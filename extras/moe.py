@@ -34,13 +34,22 @@ class MoEConfig(GPTConfig):
     balance: float = 0.01  # weight of the loss that balances the experts
 
 
+class Router(nn.Linear):
+    """In fp32 whatever dtype is: rounding would change which experts are the best."""
+
+    def forward(self, x):
+        device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta device
+        with torch.autocast(device, enabled=False):
+            return F.linear(x.float(), self.weight.float())
+
+
 class Experts(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
         E = config.n_expert
         C = config.n_embd
-        self.router = nn.Linear(C, E, bias=False)
+        self.router = Router(C, E, bias=False)
         # Stacks of E matrices (out, in). FSDP cuts them between experts, so with more
         # ranks than experts some ranks keep none.
         self.c_fc = nn.Parameter(torch.empty(E, 2 * C, C))
@@ -49,10 +58,7 @@ class Experts(nn.Module):
     def forward(self, x):
         """x (B, T, C) -> the experts' answer (B, T, C), and how unbalanced they are, over all
         tokens: padding of masked data counts too."""
-        # In fp32 whatever dtype is: rounding would change which experts are the best.
-        device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta device
-        with torch.autocast(device, enabled=False):
-            scores = F.linear(x.float(), self.router.weight.float())  # (B, T, E)
+        scores = self.router(x)  # (B, T, E)
         chances = scores.softmax(dim=-1)
         best = chances.topk(self.config.n_active, dim=-1)  # (B, T, n_active)
         weights = torch.zeros_like(chances)  # 0 for the others

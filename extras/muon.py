@@ -62,7 +62,6 @@ class Muon(torch.optim.Optimizer):
             momentum=momentum,
         )
         super().__init__([muons, *adamw.param_groups], {})
-        adamw.state = self.state  # one state, for checkpoints
         self.adamw = adamw
         self.dtype = dtype
 
@@ -84,6 +83,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         """Update all parameters (all ranks: collective)."""
+        # One state and its groups, for checkpoints. (load_state_dict makes new ones.)
+        self.adamw.state = self.state
+        self.adamw.param_groups = self.param_groups[1:]
         self.adamw.step()
         group = self.param_groups[0]
         matrices = [p for p in group["params"] if p.grad is not None]

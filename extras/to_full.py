@@ -13,6 +13,12 @@ from ranks import World, run  # noqa: E402
 from saves import RunDirectory  # noqa: E402
 
 
+def whole(source, key):
+    """A value of a Source as a tensor on the CPU."""
+    value = source.get(key)
+    return value[:] if source.shapes[key] else value  # a scalar cannot be sliced
+
+
 def main(argv):
     if len(argv) != 1 or argv[0].startswith("-"):
         raise SystemExit(__doc__.strip())
@@ -22,7 +28,7 @@ def main(argv):
     source = checkpoint.find(out_dir, World())
     if source is None or source.files is None:
         raise SystemExit(f"{out_dir}: its newest checkpoint is not a sharded one")
-    flat = {key: source.whole(key) for key in source.shapes}
+    flat = {key: whole(source, key) for key in source.shapes}
     checkpoint.write_ckpt_pt(Path(directory.path, "ckpt.pt"), flat, source.header)
     print(f"{source.path} -> {directory.path}/ckpt.pt")
 

@@ -349,6 +349,12 @@ def refused(function, *args, **kwargs):
     return e.value.code
 
 
+def whole(source, key):
+    """A value of a checkpoint's Source, as a tensor."""
+    value = source.get(key)
+    return value[:] if source.shapes[key] else value
+
+
 def two_each(world):
     """The 24 sequences of TINY's steps as two micro-batches on each rank, which takes less time.
     Not on 3, where they round so that the weights come close to the tests' limits."""

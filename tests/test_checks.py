@@ -272,6 +272,17 @@ def case_ranks_with_other_values():
         checks.before_sharding(model)
     model = net(0)
     model.table[0] = torch.nan
+    wider, frozen = Net(), Net()
+    wider.more = nn.Linear(8, 2 + rank, device="meta")
+    frozen.blocks[rank].requires_grad_(False)
+    for other, name in ((wider, "more.weight"), (frozen, "blocks.0.weight")):
+        with says(f"ranks 0, 1, ... have (('{name}', "):
+            checks.before_sharding(other)
+    if rank == 0:
+        model.register_buffer("last", torch.ones(2))
+    with says("(('last', 2, torch.float32, False), 'nothing'): build"):
+        checks.before_sharding(model)
+    model.last = None
     model.register_buffer("no_rows", torch.zeros(0, 3))
     model.register_buffer("count", torch.tensor(3))
     checks.before_sharding(model)

@@ -226,7 +226,17 @@ def a_number(p, step):
 
 
 def own_rows(p, step):
-    return dict(mean=torch.zeros_like(p.to_local()))
+    return dict(mean=p.detach().to_local().clone())
+
+
+def blocks_of_rows(p, step):
+    """As 8-bit optimizers keep them: a scale for each block of a rank's numbers, here the first."""
+    return dict(scales=p.detach().to_local().flatten()[:10].sum().view(1))
+
+
+def alike(p, step):
+    """The same on all ranks, though its shape may by chance be that of a rank's rows."""
+    return dict(count=torch.tensor(step), ones=torch.ones(len(p) // 2, *p.shape[1:]))
 
 
 def late(p, step):
@@ -244,13 +254,23 @@ def case_refused(tmp, of):
 def test_own_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(tmp):
     """Not at the first save, hours later. A rank's rows, resumed, would be another rank's, or be
     taken for the whole."""
-    words = {a_number: ["'seen'", "no tensor: 1"], own_rows: ["'mean'", "torch.zeros_like(p)"]}
+    words = {a_number: ["'seen'", "no tensor: 1"], own_rows: ["'mean'", "torch.zeros_like(p)"],
+             blocks_of_rows: ["'scales'", "differs between ranks"]}
     results = on_ranks(2, {of.__name__: (case_refused, dict(tmp=tmp, of=of)) for of in words})
     for of, said in words.items():
         zero, one = values(results, of.__name__)
         assert zero == one and all(word in zero for word in ["transformer.wte.weight", *said])
         rows = read_metrics(f"{tmp}/{of.__name__}")
         assert [row["iter"] for row in rows] == [0]  # the evaluation before
+
+
+def case_alike(tmp):
+    with with_state(alike):
+        return run_training(tmp, "alike", strategy="full_shard", max_iters=2)[-1]["iter"]
+
+
+def test_own_state_that_is_alike_on_all_ranks_is_not_refused(tmp):
+    assert values(on_ranks(2, {"alike": (case_alike, dict(tmp=tmp))}), "alike") == [1, 1]
 
 
 def test_own_state_that_comes_late_is_refused_when_the_run_resumes(tmp):

@@ -33,6 +33,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import checkpoint
 from configurator import make_config
 from extras import float8
+from extras.to_full import whole
 from ranks import World
 
 SIZES = dict(n_embd=48, dtype="float8")  # multiples of 16, as float8 products want them
@@ -107,7 +108,7 @@ def test_float8_checkpoints_are_plain_and_go_on_in_any_dtype(tmp, ranks):
     out = os.path.join(tmp, "f8-sharded")
     source = checkpoint.find(out, World())
     for key in source.shapes:
-        t = source.whole(key)
+        t = whole(source, key)
         assert type(t) is torch.Tensor and t.dtype == torch.float32, key
     for step, (dtype, world) in enumerate((("float32", 1), ("float8", 2)), 5):
         run = dict(SIZES, dtype=dtype, init_from="resume", max_iters=step + 1)

@@ -37,6 +37,7 @@ import checkpoint
 import train
 from configurator import load_config, resolve
 from extras import huggingface, lora
+from extras.to_full import whole
 from ranks import World
 
 NAME = dict(model="gpt2+lora")  # of a run that goes on too, since the harness passes a model
@@ -80,7 +81,7 @@ def columns(rows):
 
 def weights(tmp, name):
     source = checkpoint.find(os.path.join(tmp, "lora-" + name), World())
-    return {key: source.whole(key) for key in source.shapes}
+    return {key: whole(source, key) for key in source.shapes}
 
 
 @pytest.mark.slow
