@@ -15,7 +15,8 @@ imports only torch (2.9 or later), so you can copy it into your own project:
     # optimizer would update those instead of this rank's rows.
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(seed + dist.get_rank())  # only now: each rank's own dropout and noise
-    # Each rank has its own batches: see PyTorch's DistributedSampler, its set_epoch and drop_last.
+    # Each rank has its own batches, of data that was split before seeding by rank: see PyTorch's
+    # DistributedSampler, its set_epoch and drop_last.
     for batches in steps:
         for i, (x, y) in enumerate(batches):
             # With several micro-batches: in the last one hybrid sharding's groups reduce, and the
@@ -30,7 +31,8 @@ imports only torch (2.9 or later), so you can copy it into your own project:
     with inference(model):
         logits = model(x)  # on every rank, since a forward gathers
     # On every rank too: rank 0 gets tensors, the others None. A tied parameter comes under all its
-    # names. (A model may have a state_dict() of its own, with other things in it.)
+    # names, and buffers that are not persistent are here too. (A model may have a state_dict() of
+    # its own, with other things in it.)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     state = {name: gather_full(t) for name, t in tensors}
     dist.destroy_process_group()  # gloo may abort here: rather dist.barrier(), then os._exit(0)
@@ -112,7 +114,8 @@ def shard(
     units: modules, inner before outer, or lists of modules that are one unit, such as
         [norm, head]; the root unit holds every other parameter. Tied parameters must be in one
         unit, or in the root. A module that several units use must be a unit itself.
-    mesh: from make_mesh, or your own; its last dimension shards.
+    mesh: from make_mesh, or your own; its last dimension shards. One for all units, and no tensor
+        parallelism: clip_grad_norm and gather_full know no other.
     mp_policy: from mixed_precision, or your own. With None nothing is cast: each parameter
         computes in its own type.
     reshard_after_forward: free a unit after its forward and gather it again for backward
@@ -351,7 +354,7 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
                 f"{name} is not sharded, so its gradient is out of sight: for example a forward "
                 "ran between backward and step (evaluate after the step), set_grad_sync was not "
                 "told of the last micro-batch, the parameter was added after `shard` or is among "
-                "ignored_params, or its unit was called in another unit's backward")
+                "ignored_params, or its unit was called in a backward, as use_reentrant=True does")
         if p.grad is not None:
             grad = p.grad.to_local() if is_sharded else p.grad
             grads[grad.device].append(grad)
