@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 def before_sharding(model):
     """Raise if a buffer has no values, if a trained parameter's updates would be rounded, or if the
-    ranks have different values (collective, where a process group is open)."""
+    ranks' models differ: in names, shapes, types, what trains, or values (collective, where a
+    process group is open)."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
