@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from harness import Ranks, arguments, launch, losses, make_data, trained, whole
+from harness import Ranks, arguments, launch, losses, make_data, tensor_of, trained
 
 import checkpoint
 import train
@@ -141,7 +141,7 @@ def assert_same_result(out, whole):
     head = "model.lm_head.weight"  # tied: a full checkpoint names it too
     assert ours.shapes.keys() | {head} == theirs.shapes.keys() | {head}
     for key in ours.shapes:
-        assert torch.equal(whole(ours, key), whole(theirs, key)), f"{key} differs"
+        assert torch.equal(tensor_of(ours, key), tensor_of(theirs, key)), f"{key} differs"
     assert losses(out) == losses(whole), "losses differ"
 
 

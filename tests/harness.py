@@ -349,7 +349,7 @@ def refused(function, *args, **kwargs):
     return e.value.code
 
 
-def whole(source, key):
+def tensor_of(source, key):
     """A value of a checkpoint's Source, as a tensor."""
     value = source.get(key)
     return value[:] if source.shapes[key] else value

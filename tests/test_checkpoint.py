@@ -25,8 +25,8 @@ from harness import (
     refused,
     resident,
     steps,
+    tensor_of,
     values,
-    whole,
 )
 from saver import assert_equal, claimed, found, resumed, save
 from torch.distributed import checkpoint as dcp
@@ -41,7 +41,7 @@ FREEZE = r"wte|h\.0\.(ln_1|mlp)"  # parts of units: frozen and trained parameter
 def made_full(sharded, out):
     """The newest one there as a ckpt.pt in out; its content."""
     source = found(sharded)
-    flat = {key: whole(source, key) for key in source.shapes}
+    flat = {key: tensor_of(source, key) for key in source.shapes}
     out.mkdir(exist_ok=True)
     checkpoint.write_ckpt_pt(out / "ckpt.pt", flat, source.header)
     return read_ckpt(out)
@@ -90,7 +90,7 @@ def test_checkpoint_resume_is_bitwise(tmp, world, kind):
     if kind == "sharded":
         kept = sorted(d for d in os.listdir(parts) if d.startswith("step-"))
         assert kept == ["step-000000010", "step-000000012"]  # keep_checkpoints=2
-    ours, theirs = ({key: whole(source, key) for key in source.shapes}
+    ours, theirs = ({key: tensor_of(source, key) for key in source.shapes}
                     for source in map(found, (parts, whole)))
     assert_equal(ours, theirs)
     kinds = {key.partition(".")[0] for key in ours}
@@ -266,7 +266,7 @@ def test_checkpoint_that_is_sharded_is_read_by_rows(sound, monkeypatch):
     """As PyTorch's own reader reads it; and a few rows without the other rank's file."""
     path = os.path.join(sound, "step-000000004")
     source = checkpoint.open_sharded(path)
-    ours = {key: whole(source, key) for key in source.shapes}
+    ours = {key: tensor_of(source, key) for key in source.shapes}
     theirs = {key: torch.empty_like(t) for key, t in ours.items()}
     dcp.load(theirs, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     assert_equal(ours, theirs)

@@ -18,7 +18,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from harness import arguments, built, on_ranks, refused, run_training, steps, values, whole
+from harness import arguments, built, on_ranks, refused, run_training, steps, tensor_of, values
 from saver import NO_SCALER, claimed, found, save, snapshot
 from torch.distributed.tensor import DTensor
 
@@ -261,7 +261,7 @@ def test_checkpoint_of_one_process_has_the_values_of_its_step(tmp, tmp_path):
         p.data.fill_(7)
     saver.finish()
     source = found(tmp_path)
-    assert all(torch.equal(whole(source, f"model.{name}"), p) for name, p in expected.items())
+    assert all(torch.equal(tensor_of(source, f"model.{name}"), p) for name, p in expected.items())
 
 
 def test_checkpoint_that_is_being_written_is_completed_before_nan_ends_the_run(sharded):
