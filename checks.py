@@ -77,9 +77,9 @@ def after_building(model, optimizer):
     """Raise if the optimizer trains a parameter that the model does not have, or a gathered copy;
     or if a trained parameter's updates would be rounded, as after model.to(torch.bfloat16)."""
     refuse_rounding(model)
-    owned = set(model.parameters())
-    if any(isinstance(p, DTensor) for p in owned):
-        owned = {p for p in owned if isinstance(p, DTensor)}  # a forward has gathered the others
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    # If it is sharded, a forward has gathered those that are no DTensors.
+    owned = {p for p in model.parameters() if isinstance(p, DTensor) or not is_sharded}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and p not in owned:

@@ -30,15 +30,10 @@ import math
 import torch
 
 
-def make(model, cfg):
-    """For --optimizer=adamw."""
-    return make_adamw(model.parameters(), cfg)
-
-
-def make_adamw(params, cfg):
+def make(model, cfg, params=None):
     """AdamW with nanoGPT's two groups, in its order: matrices and embeddings decay, vectors
-    do not, nor does what has Mamba's mark, `p._no_weight_decay = True`."""
-    trained = [p for p in params if p.requires_grad]
+    do not, nor does what has Mamba's mark, `p._no_weight_decay = True`. params: instead of all."""
+    trained = [p for p in (model.parameters() if params is None else params) if p.requires_grad]
     decayed = {p for p in trained if p.dim() >= 2 and not getattr(p, "_no_weight_decay", False)}
     groups = [
         {"params": [p for p in trained if p in decayed], "weight_decay": cfg.weight_decay},

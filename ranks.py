@@ -114,7 +114,8 @@ def patient_barrier():
 
 def print0(world, *args, file=None):
     if world.rank == 0:
-        print(*args, file=file, flush=True)
+        with suppress(OSError):  # a full disk, or the log's reader went away: train on
+            print(*args, file=file, flush=True)
 
 
 def all_reduce_mean_(x, world):

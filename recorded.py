@@ -48,7 +48,8 @@ class Recorded:
     decides something on the host, or if a call no longer fits what was recorded: see `state` and
     `modules_near`.
 
-    function: a Python function or a method, not a functools.partial.
+    function: a Python function or a method, not a functools.partial. If a function that it calls,
+        or an attribute of an attribute, holds the model, pass the model as an argument.
 
     per_step: calls in a step. The first and the last have a recording of their own, and those
         between share one: FSDP2's first forward gathers the root, its last backward frees it.
@@ -121,8 +122,11 @@ class Recorded:
 
 def modules_near(function, arguments):
     """The modules among the arguments, the names that the function uses, and if it is a method,
-    its object's attributes."""
+    its object's attributes. ValueError if there are none: changes of a model would go unseen."""
     used = inspect.getclosurevars(function)
     owner = vars(function.__self__) if inspect.ismethod(function) else {}
     near = [*arguments, *used.nonlocals.values(), *used.globals.values(), *owner.values()]
-    return [m for x in near if isinstance(x, torch.nn.Module) for m in x.modules()]
+    found = [m for x in near if isinstance(x, torch.nn.Module) for m in x.modules()]
+    if not found:
+        raise ValueError("no module in sight: pass the model as an argument of the function")
+    return found

@@ -60,9 +60,8 @@ def final_config(cfg, source, resumed, world):
         cfg = configurator.with_sizes(
             cfg, theirs["model"], sizes, source.path, whole_context=resumed)
     if resumed:
-        before = {**theirs, **sizes}
         for key, value in configurator.as_dict(cfg).items():
-            old = before.get(key, value)
+            old = sizes.get(key, theirs.get(key, value))
             if old != value and key != "init_from":
                 is_order = key in "batch_size gradient_accumulation_steps block_size seed".split()
                 note = "; text is skipped or comes again" if is_order else ""

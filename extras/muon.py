@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from configurator import DTYPES
-from optimizer import make_adamw
+from optimizer import make as make_adamw
 
 
 def make(model, cfg):
@@ -41,7 +41,7 @@ def make(model, cfg):
     others = set(model.parameters()).difference(matrices)
     return Muon(
         matrices,
-        make_adamw([p for p in model.parameters() if p in others], cfg),
+        make_adamw(model, cfg, [p for p in model.parameters() if p in others]),
         lr=cfg.learning_rate,
         weight_decay=cfg.weight_decay,
         momentum=cfg.momentum,

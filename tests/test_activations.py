@@ -95,6 +95,13 @@ def test_activations_selective_runs_only_the_cheap_parts_again(dtype, bias, prod
     assert full & activations.PRODUCTS == {getattr(torch.ops.aten, name) for name in products}
 
 
+def test_activations_selective_recomputes_a_higher_order_op():
+    """Such as FlexAttention, which has no overloads."""
+    op = torch.ops.higher_order.flex_attention
+    recomputes = activations.CheckpointPolicy.PREFER_RECOMPUTE
+    assert activations.keep_products(None, op) is recomputes
+
+
 def backward(dtype, *how):
     """A step of a GPT with dropout whose blocks are checkpointed so: (its gradients, the blocks'
     inputs, what went through save_on_cpu)."""

@@ -332,6 +332,13 @@ def case_late_optimizer():
         checks.after_building(model, late)
     reshard(model)
     checks.after_building(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    # Here the forward leaves nothing that is sharded.
+    for options in (dict(reshard_after_forward=False), dict(units=[])):
+        model = sharded(Net(), **options)
+        with torch.no_grad():
+            model(inputs(0))
+        with says("is not sharded"):
+            checks.after_building(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def case_a_loss_with_parameters():

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 import fsdp
 import train
 from configurator import Config, resolve
-from optimizer import LossScaler, learning_rate_at, make_adamw
+from optimizer import LossScaler, learning_rate_at, make
 from ranks import World
 
 
@@ -44,7 +44,7 @@ def test_optimizer_groups_are_nanogpts(tmp):
     marked = "transformer.h.0.mlp.c_fc.weight"
     gpt.get_parameter(marked)._no_weight_decay = True
     train.freeze(gpt, r"wpe|h\.1\.")
-    optimizer = make_adamw(gpt.parameters(), tiny(tmp, weight_decay=0.3, beta1=0.8, beta2=0.9))
+    optimizer = make(gpt, tiny(tmp, weight_decay=0.3, beta1=0.8, beta2=0.9))
     names = {p: name for name, p in gpt.named_parameters()}
     left = [n for n in names.values() if "wpe" not in n and ".h.1." not in n]
     vectors = [n for n in left if n.endswith("bias") or ".ln_" in n or n == marked]

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -165,14 +166,17 @@ def test_ranks_that_restart_do_not_call_a_dead_peer():
 # ---------- the log, and leaving --------------------------------------------------
 
 
-def test_ranks_print_at_once(monkeypatch):
-    """Into a pipe too, or a killed run's last lines would be lost."""
+def test_ranks_print_at_once_and_go_on_where_nobody_reads(monkeypatch):
+    """Into a pipe too, or a killed run's last lines would be lost; and past the end of `| head`."""
     reader, writer = os.pipe()
-    with os.fdopen(writer, "w") as log:
-        monkeypatch.setattr(sys, "stdout", log)
-        ranks.print0(ranks.World(), "said")
-        assert os.read(reader, 99) == b"said\n"
+    log = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", log)
+    ranks.print0(ranks.World(), "said")
+    assert os.read(reader, 99) == b"said\n"
     os.close(reader)
+    ranks.print0(ranks.World(), "more")
+    with suppress(BrokenPipeError):
+        log.close()
 
 
 @pytest.mark.parametrize("main, args, code, said", [

@@ -215,6 +215,8 @@ def test_recorded_looks_at_the_modules_that_a_function_uses():
     assert modules_near(lambda module, x: other(module(x)), (net, 1)) == modules
     assert modules_near(run.step, (other,)) == [other, other[0], net]
     assert NET in modules_near(lambda x: NET(x), ())
+    with pytest.raises(ValueError, match="pass the model"):
+        modules_near(lambda x: run.net(x), ())
 
 
 def test_recorded_does_nothing_where_there_is_no_gpu(tmp):
