@@ -10,6 +10,8 @@ import torch
 from harness import plain_model, tiny
 from torch.nn import functional as F
 
+from extras.lora import Keys, adapt
+
 
 @pytest.mark.parametrize("n_expert, n_active", [(4, 2), (5, 1), (3, 3)])
 def test_moe_asks_the_best_experts_of_each_token(tmp, n_expert, n_active):
@@ -57,3 +59,15 @@ def test_moe_loss_in_training_has_the_blocks_mean_imbalance_as_its_second_term(t
         losses.append(model(idx, idx)[1].item())
         assert model.eval()(idx, idx)[1].item() == losses[0]  # an evaluation has the first alone
     assert losses[1] - losses[0] == pytest.approx(0.5 * sum(seen) / len(seen), rel=1e-4)
+
+
+def test_moe_every_adapter_of_lora_trains(tmp):
+    """The router, a layer that is not nn.Linear, has none."""
+    model = plain_model(tiny(tmp, model="moe"))
+    adapt(model, Keys())
+    for name, p in model.named_parameters():
+        p.requires_grad_(".lora_" in name)
+    idx = torch.arange(32).view(2, 16)
+    model(idx, idx)[1].backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not without and not hasattr(model.blocks[0].mlp.router, "lora_A")

@@ -140,6 +140,22 @@ MECHANISMS = {
 }
 
 
+def test_muon_goes_on_with_a_state_that_pytorch_loads(tmp):
+    """load_state_dict gives it new groups and state, which its AdamW must step with too."""
+    run = built(tmp, strategy="single", **MUON)
+    model, optimizer = run.model, run.optimizer
+    gradients(model)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert optimizer.adamw.state is optimizer.state
+    assert all(optimizer.state[p]["step"] == 2 for p in optimizer.param_groups[-1]["params"])
+
+
 def case_mechanisms(tmp, **keys):
     run = built(tmp, **MUON, **keys)
     run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
