@@ -48,8 +48,8 @@ class Recorded:
     decides something on the host, or if a call no longer fits what was recorded: see `state` and
     `modules_near`.
 
-    function: a Python function or a method, not a functools.partial. If a function that it calls,
-        or an attribute of an attribute, holds the model, pass the model as an argument.
+    function: a Python function or a method, not a functools.partial. Unless a name that it uses, or
+        an attribute of its own object, is the model itself, pass the model as an argument.
 
     per_step: calls in a step. The first and the last have a recording of their own, and those
         between share one: FSDP2's first forward gathers the root, its last backward frees it.
@@ -122,11 +122,11 @@ class Recorded:
 
 def modules_near(function, arguments):
     """The modules among the arguments, the names that the function uses, and if it is a method,
-    its object's attributes. ValueError if there are none: changes of a model would go unseen."""
+    its object's attributes. ValueError if none has parameters: a model is out of sight."""
     used = inspect.getclosurevars(function)
     owner = vars(function.__self__) if inspect.ismethod(function) else {}
     near = [*arguments, *used.nonlocals.values(), *used.globals.values(), *owner.values()]
     found = [m for x in near if isinstance(x, torch.nn.Module) for m in x.modules()]
-    if not found:
-        raise ValueError("no module in sight: pass the model as an argument of the function")
+    if not [p for m in found for p in m.parameters()]:  # a loss has none
+        raise ValueError("no model in sight: pass the model as an argument of the function")
     return found

@@ -209,7 +209,7 @@ def open_model(path, safe_open):
 
 def crc_of_samples(files):
     """Of a KiB in every 4 MiB and the last one, since to read all would take minutes. Another
-    fine-tune, or adapters that were merged into a layer, have other numbers there."""
+    fine-tune has other numbers there, and adapters merged into matrices of 4 MiB or more."""
     crc = 0
     for file in files:
         with open(file, "rb") as f:

@@ -296,7 +296,7 @@ def on_ranks(world, cases, timeout=600):
         with tempfile.TemporaryDirectory() as out:
             try:
                 p = Ranks(world, run_cases, left, out, alone=False).finish(timeout)
-                said = f"{p.stdout}\n{p.stderr}"
+                said = f"ended with {p.returncode}\n{p.stdout}\n{p.stderr}"
             except pytest.fail.Exception as e:  # one hung; those before it have ended
                 said = str(e)
             for name in left:

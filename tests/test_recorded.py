@@ -38,7 +38,7 @@ MODES = {  # name: (ranks, keys), with three micro-batches on each rank
     "ddp": (2, dict(strategy="ddp", warm_up=11, ends=[15])),
     "hybrid_shard": (4, dict(strategy="hybrid_shard", shard_group_size=2)),
 }
-NET = torch.nn.Identity()  # a global name
+NET = torch.nn.Linear(2, 2)  # a global name
 ROUNDED = ("ddp", "hybrid_shard")  # a sum over ranks in another order: to 1e-6
 
 
@@ -216,7 +216,7 @@ def test_recorded_looks_at_the_modules_that_a_function_uses():
     assert modules_near(run.step, (other,)) == [other, other[0], net]
     assert NET in modules_near(lambda x: NET(x), ())
     with pytest.raises(ValueError, match="pass the model"):
-        modules_near(lambda x: run.net(x), ())
+        modules_near(lambda x: other(run.net(x)), ())
 
 
 def test_recorded_does_nothing_where_there_is_no_gpu(tmp):
