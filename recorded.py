@@ -65,8 +65,8 @@ class Recorded:
         self.without_backward = without_backward
         self.warm_up = warm_up
         self.calls = 0
-        # {which: (graph, its inputs, its result, `state` after it, gradients)}. These are kept so
-        # that no other one gets their ids.
+        # {which: (graph, its inputs, its result, `state` after it, gradients)}. The gradients are
+        # only kept alive: else a new one could have the id of one that is gone.
         self.recordings = {}
         self.pool = torch.cuda.graph_pool_handle()  # one for all: a step replays them in order
 

@@ -40,11 +40,6 @@ class LlamaConfig:
     qkv_bias: bool = False  # biases of queries, keys and values: Qwen2
 
     def __post_init__(self):
-        for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
-                    "n_inner"):
-            value = getattr(self, key)
-            if value < 1:
-                raise ValueError(f"{key}={value} must be at least 1")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(
                 f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")

@@ -289,7 +289,7 @@ def on_ranks(world, cases, timeout=600):
 
     A result is {"value": what the function returned} or {"error": text}. After a failure a new
     launch runs the cases that are left; after a segmentation fault it begins with the same one,
-    once: torch 2.15's gloo had one in its own thread (2026-11-28, in one of thousands of launches).
+    once: torch 2.15's gloo had one in its own thread (2026-11-28; not again in 29 launches).
     """
     results, crashed = {}, set()
     while len(results) < len(cases):

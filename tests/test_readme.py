@@ -168,6 +168,22 @@ def test_own_model_saves_no_step_that_is_not_finite(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+def test_own_model_with_more_state_than_tensors(tmp_path):
+    """It is in a checkpoint, and not in the file of whole weights."""
+    code = read("docs/own_model.py").replace("__file__", repr(OWN))
+    own = (
+        "    def get_extra_state(self):\n        return {'seen': 3}\n\n"
+        "    def set_extra_state(self, state):\n        assert state == {'seen': 3}\n\n")
+    (tmp_path / "more.py").write_text(code.replace("    def forward(self, images)", (
+        own + "    def forward(self, images)")))
+    p = script(str(tmp_path / "more.py"), "--steps=2", f"--save={tmp_path}/saved")
+    assert p.returncode == 0, p.stderr
+    p = script(str(tmp_path / "more.py"), "--steps=3", f"--resume={tmp_path}/saved/step-2")
+    assert p.returncode == 0 and "step 3" in p.stdout, p.stderr
+    whole = torch.load(tmp_path / "saved/weights.pt")
+    assert all(map(torch.is_tensor, whole.values())) and "head.weight" in whole
+
+
 COMPILES = shutil.which("g++") and os.path.exists(sysconfig.get_path("include") + "/Python.h")
 
 
