@@ -109,7 +109,7 @@ class Keys:
     loss_scale: float = 65536.0  # float16's initial scale; the run then adjusts it
     compile: bool = True  # torch.compile: takes a minute, then runs faster; turn off for short runs
     cuda_graph: bool = False  # record a GPU's work in a step once, and replay it: faster where the
-    #   GPU waits for the CPU, and takes more memory (docs/switches.md)
+    #   GPU waits for the CPU, and takes more memory (extras/recorded.py)
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # NCCL on GPUs, gloo on CPUs; gloo: on both
     # --- sharding
     strategy: Literal[("", *STRATEGIES)] = ""  # empty: full_shard under torchrun, else single.

@@ -51,7 +51,7 @@ units in the same order. If one skips a block, they mix rows of different blocks
 checks.check_units finds that.
 
 docs/fsdp.md walks through a step; docs/your_model.md lists what FSDP2 requires of your model. If
-the GPU waits for the host, recorded.py records such a step.
+the GPU waits for the host, extras/recorded.py records such a step.
 """
 
 import math

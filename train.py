@@ -33,7 +33,6 @@ from metrics import Log, describe, ideal_seconds
 from model import derive_seed
 from optimizer import LossScaler, learning_rate_at
 from ranks import StopSignal, all_reduce_mean_, from_rank0, patient_barrier, print0, run, setup
-from recorded import Recorded
 from start import final_config, open_start
 
 # ---------- build: model, strategy, optimizer, values -------------------------
@@ -187,17 +186,13 @@ def forward_backward(wrapped, x, y, weight, cfg, world):
     return loss.detach()
 
 
-def maybe_recorded(cfg, world):
+def maybe_recorded(wrapped, cfg, world):
     """forward_backward, or with cuda_graph a recording of it, to keep from step to step."""
     if not cfg.cuda_graph:
         return forward_backward
-
-    def without_backward(wrapped, *args):
-        with fsdp.inference(wrapped, training=True):
-            return forward(wrapped, *args)
-
     micro_batches = cfg.gradient_accumulation_steps // world.size
-    return Recorded(forward_backward, micro_batches, without_backward)
+    recorded = configurator.named_file("cuda_graph=True", "recorded")
+    return recorded.Recorded(wrapped, forward_backward, micro_batches, forward)
 
 
 def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward):
@@ -278,7 +273,7 @@ def train(cfg):
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source, base)
-    work = maybe_recorded(cfg, world)
+    work = maybe_recorded(wrapped, cfg, world)
     scaler = LossScaler(cfg)  # for float16
     scaler.load_state_dict(source.header.get("scaler") if source else None)
     for line in describe(cfg, model, optimizer, batches, source, world):

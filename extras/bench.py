@@ -97,7 +97,7 @@ def training(cfg, world):
     model = meta_model(cfg)
     wrapped, optimizer = build(model, cfg, world)
     scaler = LossScaler(cfg)
-    work = maybe_recorded(cfg, world)
+    work = maybe_recorded(wrapped, cfg, world)
     for step in count():
         start = perf_counter()
         numbers = train_step(

@@ -466,7 +466,7 @@ def built(tmp, **overrides):
     return types.SimpleNamespace(
         world=world, cfg=cfg, wrapped=wrapped, model=model, optimizer=optimizer,
         batches=open_batches(cfg, world),
-        forward_backward=train.maybe_recorded(cfg, world))
+        forward_backward=train.maybe_recorded(wrapped, cfg, world))
 
 
 def steps(run, first=0, n=1, scaler=None):

@@ -1,7 +1,7 @@
 """
 Record what a function has the GPU do, and replay it: one launch by the host instead of thousands.
-It helps where the GPU waits for the host. It imports only torch, so you can copy it into your own
-project, beside fsdp.py, whose loop then reads:
+It helps where the GPU waits for the host. train.py takes it with --cuda_graph=True. It imports only
+torch and fsdp.py, so you can copy both into your own project. The loop then reads:
 
     torch.cuda.set_stream(torch.cuda.Stream())  # first of all
     ...                                         # mesh, model, shard, optimizer
@@ -11,7 +11,7 @@ project, beside fsdp.py, whose loop then reads:
         loss.backward()
         return loss.detach()
 
-    forward_backward = Recorded(forward_backward, per_step=n)  # n micro-batches
+    forward_backward = Recorded(model, forward_backward, per_step=n)  # n micro-batches
     for batches in steps:
         for i, (x, y) in enumerate(batches):
             set_grad_sync(model, is_last_micro_batch=i + 1 == n)
@@ -37,32 +37,30 @@ make_graphed_callables refuses modules with hooks, as FSDP2's units have; torch.
 mode="reduce-overhead" records only what is in its graphs.)
 """
 
-import inspect
-
 import torch
+
+from fsdp import inference
 
 
 class Recorded:
     """function(*arguments) -> tensor, recorded as CUDA graphs and replayed. If it cannot be
     recorded, PyTorch's error comes with the line that waited for the GPU. RuntimeError if it
-    decides something on the host, or if a call no longer fits what was recorded: see `state` and
-    `modules_near`.
+    decides something on the host, or if a call no longer fits what was recorded: see `state`.
 
-    function: a Python function or a method, not a functools.partial. Unless a name that it uses, or
-        an attribute of its own object, is the model itself, pass the model as an argument.
-
+    model: what the function trains.
     per_step: calls in a step. The first and the last have a recording of their own, and those
         between share one: FSDP2's first forward gathers the root, its last backward frees it.
-    without_backward: a function that takes the same arguments, returns the same result, and leaves
-        gradients alone. The step after the recording compares one result with its replay's. Else
-        a choice that was made while recording would be replayed for ever, unnoticed.
+    forward: a function that takes the same arguments, returns the same result, and calls no
+        backward. The step after the recording compares one result with its replay's. Else a
+        choice that was made while recording would be replayed for ever, unnoticed.
     warm_up: steps that run the function as it is. DDP takes 11, and FSDP2 one.
     """
 
-    def __init__(self, function, per_step=1, without_backward=None, warm_up=12):
+    def __init__(self, model, function, per_step=1, forward=None, warm_up=12):
+        self.model = model
         self.function = function
         self.per_step = per_step
-        self.without_backward = without_backward
+        self.forward = forward
         self.warm_up = warm_up
         self.calls = 0
         # {which: (graph, its inputs, its result, `state` after it, gradients)}. The gradients are
@@ -86,11 +84,12 @@ class Recorded:
         for own, given in zip(inputs, arguments):
             if isinstance(own, torch.Tensor):
                 own.copy_(given)
-        is_compared = self.without_backward and i == 0 and step == self.warm_up + 1
+        is_compared = self.forward and i == 0 and step == self.warm_up + 1
         if is_compared:
             # The replay draws the same random numbers again.
-            with torch.random.fork_rng([torch.cuda.current_device()]):
-                expected = self.without_backward(*arguments)
+            with (torch.random.fork_rng([torch.cuda.current_device()]),
+                  inference(self.model, training=True)):
+                expected = self.forward(*arguments)
         graph.replay()
         # 1%: compiled without a backward, a function may round otherwise in bf16.
         if is_compared and not torch.allclose(result, expected, rtol=0.01, equal_nan=True):
@@ -109,8 +108,8 @@ class Recorded:
 
     def record(self, arguments):
         if not self.recordings:  # only once: later FSDP2's root is gathered, in other parameters
-            self.modules = modules_near(self.function, arguments)
-            self.params = [p for m in self.modules for p in m.parameters(recurse=False)]
+            self.modules = list(self.model.modules())
+            self.params = list(self.model.parameters())
         inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
@@ -119,14 +118,3 @@ class Recorded:
             result = self.function(*inputs)
         return graph, inputs, result, self.state(arguments), [p.grad for p in self.params]
 
-
-def modules_near(function, arguments):
-    """The modules among the arguments, the names that the function uses, and if it is a method,
-    its object's attributes. ValueError if none has parameters: a model is out of sight."""
-    used = inspect.getclosurevars(function)
-    owner = vars(function.__self__) if inspect.ismethod(function) else {}
-    near = [*arguments, *used.nonlocals.values(), *used.globals.values(), *owner.values()]
-    found = [m for x in near if isinstance(x, torch.nn.Module) for m in x.modules()]
-    if not [p for m in found for p in m.parameters()]:  # a loss has none
-        raise ValueError("no model in sight: pass the model as an argument of the function")
-    return found

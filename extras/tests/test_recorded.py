@@ -1,14 +1,13 @@
 """
 The recorded step: the ordinary step's numbers, no wait of the host, and what cannot be recorded.
 
-    python -m pytest -q tests/test_recorded.py   # on this machine's GPUs, or on those of simgpu
+    python -m pytest -q extras/tests/test_recorded.py    # on GPUs, or on those of simgpu
 
 A simulated GPU records and replays each operation, on the memory that it had.
 """
 
 import functools
 import os
-import types
 from unittest.mock import patch
 
 import numpy as np
@@ -19,9 +18,9 @@ from test_cuda import case_training
 
 import train
 from configurator import resolve
+from extras.recorded import Recorded
 from optimizer import LossScaler
 from ranks import World
-from recorded import Recorded, modules_near
 
 SHARD = dict(strategy="full_shard")
 ZERO2 = dict(strategy="shard_grad_op")
@@ -38,7 +37,6 @@ MODES = {  # name: (ranks, keys), with three micro-batches on each rank
     "ddp": (2, dict(strategy="ddp", warm_up=11, ends=[15])),
     "hybrid_shard": (4, dict(strategy="hybrid_shard", shard_group_size=2)),
 }
-NET = torch.nn.Linear(2, 2)  # a global name
 ROUNDED = ("ddp", "hybrid_shard")  # a sum over ranks in another order: to 1e-6
 
 
@@ -180,7 +178,7 @@ def case_changed(device):
     found = {}
     for change in ("not recorded", "nothing", *CHANGES):
         run = Program()
-        work = run.step if change == "not recorded" else Recorded(run.step, warm_up=3)
+        work = run.step if change == "not recorded" else Recorded(run.net, run.step, warm_up=3)
         losses = []
         for step in range(12):
             torch.manual_seed(step)
@@ -205,18 +203,6 @@ def test_cuda_recording_that_no_longer_fits_the_call_is_not_replayed():
     assert found.pop("nothing") == found.pop("not recorded")
     assert set(found) == set(CHANGES)
     assert all("no longer fits" in line for line in found.values()), found
-
-
-def test_recorded_looks_at_the_modules_that_a_function_uses():
-    net, other = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU())
-    run = types.SimpleNamespace(net=net)
-    run.step = types.MethodType(lambda self, x: self.net(x), run)
-    modules = [net, other, other[0]]
-    assert modules_near(lambda module, x: other(module(x)), (net, 1)) == modules
-    assert modules_near(run.step, (other,)) == [other, other[0], net]
-    assert NET in modules_near(lambda x: NET(x), ())
-    with pytest.raises(ValueError, match="pass the model"):
-        modules_near(lambda x: other(run.net(x)), ())
 
 
 def test_recorded_does_nothing_where_there_is_no_gpu(tmp):
