@@ -44,7 +44,6 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "float8": torch.bfloat16,  # 8 bits in the blocks' linear layers; the rest is bf16
 }
 
 
@@ -80,13 +79,13 @@ class Keys:
     seed: int = 1337  # for everything random: weights, data order, dropout
     # --- model
     model: str = "gpt2"  # gpt2 is model.py, NAME is NAME.py or extras/NAME.py: see model.py;
-    #   NAME+OTHER is that model as OTHER.py changes it, e.g. llama+lora
+    #   NAME+OTHER is that model as OTHER.py changes it: extras/ has llama, +lora and +float8
     freeze: str = ""  # regex of parameters not to train, e.g. 'wte|wpe|h\.[0-9]\.'
     frozen_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     #   the type of frozen parameters; bfloat16 takes half the memory and needs dtype=bfloat16
     # --- optimizer
     optimizer: str = "adamw"  # or NAME, which is NAME.py or extras/NAME.py: see optimizer.py;
-    #   muon: for the blocks' matrices, AdamW elsewhere
+    #   extras/ has muon: for the blocks' matrices, AdamW elsewhere
     momentum: float = 0.95  # extras/muon.py's
     learning_rate: float = 6e-4  # the peak, for AdamW and Muon
     max_iters: int = 600000  # steps
@@ -104,7 +103,6 @@ class Keys:
     # --- system
     device: str = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
     dtype: Literal[("auto", *DTYPES)] = "auto"  # the compute type; parameters stay fp32.
-    #   float32, bfloat16, float16, float8 (extras/float8.py: linear layers; H100, torchao);
     #   auto: bfloat16 if the device is fast in it, else float16 on GPUs, float32 on CPUs
     loss_scale: float = 65536.0  # float16's initial scale; the run then adjusts it
     compile: bool = True  # torch.compile: takes a minute, then runs faster; turn off for short runs
@@ -147,21 +145,20 @@ def model_file(name):
     """What --model names: model.py, NAME.py, or for NAME+OTHER what OTHER.py makes `around` NAME.
     It has Model and a dataclass ModelConfig."""
     inner, plus, outer = name.rpartition("+")
-    file = named_file(f"model={name!r}", outer)
+    file = named_file(outer)
     return file.around(inner) if plus else file
 
 
-def named_file(wanted_by, name):
-    """The module NAME.py at the top or in extras/: for gpt2 model.py, for adamw optimizer.py."""
-    file = {"gpt2": "model", "adamw": "optimizer"}.get(name, name)
-    if file != name and os.path.exists(os.path.join(HERE, f"{name}.py")):
-        raise SystemExit(f"{wanted_by} is {file}.py; give your {name}.py another name")
-    for package in ("", "extras"):
+def named_file(name):
+    """The module NAME.py at the top or in extras/. Without such a file, gpt2 is model.py and adamw
+    is optimizer.py."""
+    built_in = {"gpt2": "model", "adamw": "optimizer"}
+    for package, file in (("", name), ("extras", name), ("", built_in.get(name, ""))):
         path = os.path.join(HERE, package, f"{file}.py")
         # Import nothing else: an import runs code, and a checkpoint may name anything.
         if file.isidentifier() and os.path.exists(path):
             return importlib.import_module(f"{package}.{file}".lstrip("."))
-    raise SystemExit(f"{wanted_by}: no {name}.py beside model.py or in extras/")
+    raise SystemExit(f"no {name}.py beside model.py or in extras/, as this run's keys or data ask")
 
 
 # ---------- from files and flags to a config ----------------------------------
@@ -260,18 +257,20 @@ def as_dict(cfg):
 
 
 def with_sizes(cfg, model, sizes, where, whole_context=True):
-    """cfg with the model and sizes of a checkpoint, but this run's dropout. SystemExit if a file
-    or a flag set another value; a shorter block_size is allowed, and a path that has moved (a key
-    with that metadata). where: the checkpoint's path. whole_context=False: take cfg's block_size
-    if it is shorter, even if it is only the default."""
+    """cfg with the model and sizes of a checkpoint. SystemExit if a file or a flag has set another
+    value. Some may differ: dropout, a shorter block_size, a base's path, and what stands behind a +
+    in a model's name. where: the checkpoint's path. whole_context=False: take cfg's block_size if
+    it is shorter, even if it is only the default."""
     ours = as_dict(cfg)
-    keys = {*keys_of(model), *cfg.given}  # one that this model lacks is refused in the end
-    values = {key: value for key, value in ours.items() if key in keys}
+    if "model" in cfg.given and cfg.model.split("+")[0] == model.split("+")[0]:
+        model = cfg.model
+    values = {key: value for key, value in ours.items()
+              if key in keys_of(model) or key in cfg.given}
     for key, theirs in {"model": model, **sizes}.items():
         is_given = key in cfg.given
-        may_crop = key == "block_size" and (is_given or not whole_context)
-        may_move = is_given and "may_move" in keys_of(model)[key].metadata
-        if key == "dropout" or may_move or (may_crop and ours[key] < theirs):
+        if key == "dropout" or (key == "base" and is_given):
+            continue
+        if key == "block_size" and ours[key] < theirs and (is_given or not whole_context):
             continue
         if is_given and ours[key] != theirs:
             raise SystemExit(

@@ -123,12 +123,12 @@ def main(argv):
     theirs = source.header["config"]
     sizes = source.header["model_args"]
     cfg = with_sizes(resolve(cfg, world), theirs["model"], sizes, source.path)
-    cfg, base = with_base(cfg, True, world)
+    cfg = with_base(cfg, True, world)
     model = meta_model(cfg)
     if not getattr(model, "causal", True):
         raise SystemExit(f"model={cfg.model} has causal = False: it does not write left to right")
     parallelize(model, cfg, world)
-    set_values(model, None, source, base, cfg.seed, world)
+    set_values(model, None, source, cfg.seed, world)
     model.eval()
 
     # A Hugging Face directory contains its own tokenizer.

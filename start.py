@@ -2,8 +2,7 @@
 Where a run starts: from scratch, from a checkpoint, or from a model in Hugging Face's format.
 
     source, resumed = open_start(cfg, world)  # a checkpoint.Source; None: from scratch
-    # With the source's sizes. base: a Source of what no checkpoint of the run holds, or None.
-    cfg, base = final_config(cfg, source, resumed, world)
+    cfg = final_config(cfg, source, resumed, world)  # with the source's sizes
 
 init_from=resume and auto continue the run in out_dir. Any other source only gives its weights to
 a new run.
@@ -24,25 +23,24 @@ def open_start(cfg, world):
     if cfg.init_from == "scratch":
         return None, False
     if cfg.init_from not in ("resume", "auto"):
-        return open_weights(cfg.init_from, world, "init_from", cfg.dataset), False
+        return open_weights(cfg.init_from, world, cfg.dataset), False
     source = checkpoint.find(cfg.out_dir, world)
     if source is None and cfg.init_from == "resume":
         raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}")
     return source, source is not None
 
 
-def open_weights(name, world, wanted_by, dataset=None):
-    """The weights of another run's out_dir, or of a model in Hugging Face's format.
-    wanted_by: where the name came from, for error lines. dataset: the data to train on; its
-    tokenizer must be that of Hugging Face's model."""
+def open_weights(name, world, dataset=None):
+    """The weights of another run's out_dir, or of a model in Hugging Face's format (all ranks).
+    dataset: the data to train on; its tokenizer must be that of Hugging Face's model."""
     source = checkpoint.find(name, world)
     if source:
         return checkpoint.for_new_run(source)
-    huggingface = configurator.named_file(f"{wanted_by}={name}", "huggingface")
+    huggingface = configurator.named_file("huggingface")
     # Rank 0 first, so that one rank downloads. Then each opens the name, since a node may have a
     # cache of its own.
-    from_rank0(world, lambda: huggingface.open_pretrained(name, wanted_by).path)
-    source = huggingface.open_pretrained(name, wanted_by)
+    from_rank0(world, lambda: huggingface.open_pretrained(name).path)
+    source = huggingface.open_pretrained(name)
     if dataset is not None:
         huggingface.require_tokenizer(source, dataset)
     patient_barrier()
@@ -50,9 +48,8 @@ def open_weights(name, world, wanted_by, dataset=None):
 
 
 def final_config(cfg, source, resumed, world):
-    """(cfg with the source's model sizes, or the vocabulary size of the data; the base that a model
-    file has opened, or None). SystemExit if a file or a flag contradicts the sizes. When resuming,
-    prints other differences."""
+    """cfg with the source's model sizes, or the vocabulary size of the data (all ranks). SystemExit
+    if a file or a flag contradicts the sizes. When resuming, prints other differences."""
     if source:
         theirs = source.header["config"]
         sizes = source.header["model_args"]
@@ -66,16 +63,17 @@ def final_config(cfg, source, resumed, world):
                 is_order = key in "batch_size gradient_accumulation_steps block_size seed".split()
                 note = "; text is skipped or comes again" if is_order else ""
                 print0(world, f"{key}={value!r} now, and {old!r} in {source.path}{note}")
-    cfg, base = with_base(cfg, resumed, world)
-    return cfg if source or base else with_vocabulary(cfg), base
+    if source is None:
+        cfg = with_vocabulary(cfg)
+    return with_base(cfg, resumed, world)
 
 
 def with_base(cfg, resumed, world):
-    """Let the model file open the base that its own keys name (all ranks): (cfg with its sizes, its
-    Source), or (cfg, None). resumed: False for a new run, which will move an earlier run out of
+    """cfg, with the sizes of the base that its model file opens, if it is one that does
+    (all ranks). resumed: False for a new run, which will move an earlier run out of
     cfg.out_dir."""
     open_base = getattr(configurator.model_file(cfg.model), "open_base", None)
-    return open_base(cfg, world, resumed) if open_base else (cfg, None)
+    return open_base(cfg, world, resumed) if open_base else cfg
 
 
 def with_vocabulary(cfg):

@@ -38,35 +38,32 @@ from start import final_config, open_start
 # ---------- build: model, strategy, optimizer, values -------------------------
 
 
-def build(model, cfg, world, source=None, base=None):
+def build(model, cfg, world, source=None):
     """Allocate a model from the meta device, and set its values: see set_values (all ranks).
     Returns (wrapped, optimizer): wrapped is the DDP module around the model, or the model
     itself."""
     if cfg.cuda_graph:  # CUDA graphs cannot record the default stream: take another throughout
         torch.cuda.set_stream(torch.cuda.Stream())
+    if hasattr(model, "convert"):  # a model file may change its layers for training, on meta
+        model.convert(cfg, world)
     wrapped = parallelize(model, cfg, world)
     # Make the optimizer before any forward: a forward leaves the root gathered, and its
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
     if source is None:
         print0(world, "drawing initial values, about 3 billion a minute per rank and core")
-    set_values(model, optimizer, source, base, cfg.seed, world)
+    set_values(model, optimizer, source, cfg.seed, world)
     checks.after_building(model, optimizer)
-    if cfg.dtype == "float8":
-        configurator.named_file("dtype=float8", "float8").scale_each_step(model, optimizer)
     return wrapped, optimizer
 
 
-def set_values(model, optimizer, source, base, seed, world):
+def set_values(model, optimizer, source, seed, world):
     """Load the source's values, or draw initial ones (all ranks). What no checkpoint holds,
-    `not_saved`, comes from the base if it is in `of_base`, else it is drawn too. Each rank draws
-    only the chunks of numbers that overlap its rows."""
+    `not_saved`, always comes from initial_value. Each rank draws or reads only its rows."""
     if source:
         checkpoint.load(source, model, optimizer, world)
     for name, p in model.named_parameters():
-        if base and name in model.of_base:
-            fsdp.write_full(p, base.value(f"model.{name}", tuple(p.shape), model.config))
-        elif source is None or name in checkpoint.not_saved(model):
+        if source is None or name in checkpoint.not_saved(model):
             fsdp.write_full(p, model.initial_value(name, p.shape, seed))
     patient_barrier()  # another rank's disk may be slow, and a collective would time out
 
@@ -75,8 +72,6 @@ def meta_model(cfg):
     """minimal.py's step 2: names, shapes, requires_grad, and no memory."""
     with torch.device("meta"):
         model = configurator.model_file(cfg.model).Model(cfg.sizes)
-    for name in checkpoint.not_saved(model):  # such as LoRA's base: it must stay as it is
-        model.get_parameter(name).requires_grad_(False)
     if cfg.freeze:
         freeze(model, cfg.freeze)
     for p in model.parameters():
@@ -123,8 +118,6 @@ def change_blocks(model, cfg, world):
     """Activation checkpointing replaces block.forward first, and compiling second, so that the
     graph contains the recomputation. FSDP2's hooks stay outside both: a block is gathered before
     it computes anything, and no graph contains a hook."""
-    if cfg.dtype == "float8":
-        configurator.named_file("dtype=float8", "float8").convert(model, cfg, world)
     activations.checkpoint_activations(
         model.blocks,
         cfg.activation_checkpointing,
@@ -162,8 +155,7 @@ def shard_model(model, cfg, world):
 
 def make_optimizer(model, cfg):
     """What `make` returns in the file that the key names: optimizer.py for adamw."""
-    file = configurator.named_file(f"optimizer={cfg.optimizer!r}", cfg.optimizer)
-    return file.make(model, cfg)
+    return configurator.named_file(cfg.optimizer).make(model, cfg)
 
 
 # ---------- one step, one evaluation ------------------------------------------
@@ -191,7 +183,7 @@ def maybe_recorded(wrapped, cfg, world):
     if not cfg.cuda_graph:
         return forward_backward
     micro_batches = cfg.gradient_accumulation_steps // world.size
-    recorded = configurator.named_file("cuda_graph=True", "recorded")
+    recorded = configurator.named_file("recorded")
     return recorded.Recorded(wrapped, forward_backward, micro_batches, forward)
 
 
@@ -267,12 +259,12 @@ def train(cfg):
     if not cfg.eval_only:
         from_rank0(world, directory.lock)
     source, resumed = open_start(cfg, world)
-    cfg, base = final_config(cfg, source, resumed, world)
+    cfg = final_config(cfg, source, resumed, world)
     first_step = source.header["iter_num"] if source else 0
     model = meta_model(cfg)
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
-    wrapped, optimizer = build(model, cfg, world, source, base)
+    wrapped, optimizer = build(model, cfg, world, source)
     work = maybe_recorded(wrapped, cfg, world)
     scaler = LossScaler(cfg)  # for float16
     scaler.load_state_dict(source.header.get("scaler") if source else None)
@@ -284,7 +276,7 @@ def train(cfg):
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
     saver = saves.Saver(directory.path, run_id, cfg, world, source, batches)
     # Drop the memory maps: a file that is replaced takes space while it is mapped.
-    source = base = None
+    source = None
     stop = StopSignal(world)
 
     # --- the loop: every rank does the same; only rank 0 prints and writes ---

@@ -2,7 +2,7 @@
 Batches of tokens. Their order is a pure function of (seed, split, step), so a resumed run has
 nothing to restore.
 
-    batches = Batches(cfg, world)
+    batches = open_batches(cfg, world)
     x, y, weight = batches.get(step, micro)  # (batch_size, block_size) each, on the device
     batches.prefetch_next(step, micro)       # read the following one while the GPU is busy
 
@@ -34,14 +34,15 @@ GOLDEN = (5**0.5 - 1) / 2  # epoch e begins e * GOLDEN % 1 of a window later: ev
 def open_batches(cfg, world):
     """The Batches for cfg.dataset, which may have masks."""
     if has_masks(data_dir(cfg.dataset)):
-        return named_file(f"dataset={cfg.dataset}", "masked").MaskedBatches(cfg, world)
-    return Batches(cfg, world)
+        return named_file("masked").MaskedBatches(cfg, world)
+    return Batches(cfg, world, TokenFiles)
 
 
 class Batches:
-    """This rank's micro-batches. A step has the same samples, in order, at any world size."""
+    """This rank's micro-batches. A step has the same samples, in order, at any world size.
+    kind: TokenFiles, or a subclass."""
 
-    def __init__(self, cfg, world):
+    def __init__(self, cfg, world, kind):
         self.cfg = cfg
         self.world = world
         self.prefetched = None, None  # (step, micro), and its batch
@@ -49,11 +50,8 @@ class Batches:
         self.files = {}  # {split: TokenFiles}
         directory = data_dir(cfg.dataset)
         for split in ("train", "val"):
-            self.files[split] = self.files_of(
+            self.files[split] = kind(
                 directory, split, cfg.sizes.block_size, cfg.sizes.vocab_size)
-
-    def files_of(self, *args):
-        return TokenFiles(*args)
 
     def get(self, step, micro):
         """(inputs, targets, weight) of one micro-batch: (batch_size, block_size) each, int64.
@@ -63,7 +61,7 @@ class Batches:
         over all ranks. Without masks it is 1.
         """
         found, batch = self.prefetched
-        self.prefetched = None, None  # or its memory would be kept for too long
+        self.prefetched = None, None  # the caller has it now: keep no second reference
         if found != (step, micro):
             batch = self.read(step, micro)
         return batch
@@ -139,8 +137,6 @@ class TokenFiles:
     """One split of a data set: windows of block_size tokens in memory-mapped files.
     docs/fork.md shows what a subclass without files needs."""
 
-    masks = ()  # of its files, if it has any
-
     def __init__(self, directory, split, block_size, vocab_size):
         """SystemExit if the data is missing, damaged or does not fit the model."""
         self.block_size = block_size
@@ -167,8 +163,7 @@ class TokenFiles:
         epoch, window = divmod(int(window), len(self))
         file = bisect_right(self.starts, window) - 1
         start = (window - self.starts[file]) * self.block_size
-        if not self.masks:  # masked data counts targets once per window, so its windows stay
-            start += int(epoch * GOLDEN % 1 * self.block_size)
+        start += int(epoch * GOLDEN % 1 * self.block_size)
         last = len(self.files[file]) - self.block_size - 1
         return file, min(start, last)
 

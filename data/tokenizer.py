@@ -30,7 +30,7 @@ def tokenizer(meta, directory=""):
         return lambda text: list(text.encode()), decode_bytes, meta["vocab_size"]
     if name == TOKENIZER:
         file = os.path.join(directory, TOKENIZER)
-        library = hugging_faces(file)
+        library = hugging_faces()
         hf, vocab_size = library.open_tokenizer(file)
         return partial(library.encode_prompt, hf), hf.decode, vocab_size
     if name == "gpt2":
@@ -98,14 +98,14 @@ def encoder(name):
     if name == "gpt2":
         bpe = gpt2_bpe()
         return Encoder(bpe.encode_ordinary, bpe.eot_token, 50304, name)
-    return hugging_faces(f"tokenizer={name}").encoder_of(name)
+    return hugging_faces().encoder_of(name)
 
 
-def hugging_faces(wanted_by):
+def hugging_faces():
     """The module extras/hf_tokenizer.py, which a fork may have deleted."""
     from configurator import named_file  # only here: it imports torch, which takes seconds
 
-    return named_file(wanted_by, "hf_tokenizer")
+    return named_file("hf_tokenizer")
 
 
 def gpt2_bpe():

@@ -1,37 +1,58 @@
 """
-dtype=float8: the blocks' linear layers compute in 8 bits, and FSDP2 gathers their weights in
+--model=NAME+float8: the blocks' linear layers train in 8 bits, and FSDP2 gathers their weights in
 8 bits. Everything else computes in bf16. The work is torchao's (pip install torchao).
 
-    convert(model, cfg, world)  # on meta, before fsdp.shard
-    scale_each_step(model, optimizer)
+    torchrun --standalone --nproc_per_node=8 train.py CONFIG --model=gpt2+float8 --dtype=bfloat16
+
+A checkpoint holds plain fp32 weights. With --model=NAME a run goes on without float8, and sample.py
+takes none.
 """
 
-from torch import nn
+import weakref
+from functools import cache
+from types import SimpleNamespace
 
-from configurator import STRATEGIES
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from configurator import STRATEGIES, model_file
+
+
+@cache
+def around(name):
+    """The model file of --model=NAME+float8."""
+    inner = model_file(name)
+
+    class Model(inner.Model):
+        def convert(self, cfg, world):
+            convert(self, cfg, world)
+            scale_each_step(self)
+
+    return SimpleNamespace(**{**vars(inner), "Model": Model})
 
 
 def convert(model, cfg, world):
-    """Replace the blocks' linear layers by torchao's, in place. Names, shapes and fp32
-    weights stay. SystemExit if these keys or sizes cannot be combined with float8."""
+    """Replace the blocks' linear layers of a model on the meta device by torchao's, in place.
+    Names, shapes and fp32 weights stay. SystemExit if these keys or sizes cannot be combined with
+    float8."""
     shard_group = 0  # the ranks that FSDP2 gathers a weight from
     if STRATEGIES[cfg.strategy].sharded:
         shard_group = cfg.shard_group_size or world.size
+    if cfg.dtype != "bfloat16":
+        raise SystemExit(f"model={cfg.model} needs --dtype=bfloat16 (now {cfg.dtype})")
     if cfg.cuda_graph:
         # Each step makes new scales, and a replayed one would read the recorded ones.
-        raise SystemExit("cuda_graph=True does not go with dtype=float8; use --dtype=bfloat16")
+        raise SystemExit(f"cuda_graph=True does not go with model={cfg.model}")
     chosen = set(linears(model))
     for name, module in model.named_modules():
         if module in chosen and type(module) is not nn.Linear:  # such as LoRA's
             raise SystemExit(
-                f"dtype=float8: {name} is a {type(module).__name__}, which has no float8; use "
-                "--dtype=bfloat16")
+                f"model={cfg.model}: {name} is a {type(module).__name__}, which has no float8")
         # torchao gathers rows without padding, so all ranks must have the same number.
         if shard_group and module in chosen and module.out_features % shard_group:
             raise SystemExit(
-                f"dtype=float8: {shard_group} ranks do not divide the {module.out_features} "
-                f"rows of {name}; use --strategy=hybrid_shard with a --shard_group_size that "
-                "does, or --dtype=bfloat16")
+                f"model={cfg.model}: {shard_group} ranks do not divide the {module.out_features} "
+                f"rows of {name}; use --strategy=hybrid_shard with a --shard_group_size that does")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     convert_to_float8_training(
         model,
@@ -53,11 +74,14 @@ def linears(model):
     return layers
 
 
-def scale_each_step(model, optimizer):
-    """Compute the scales of all weights after each step: one all-reduce, not one per gather."""
+def scale_each_step(model):
+    """Compute the scales of all weights after each step of any optimizer: one all-reduce, not one
+    per gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+    alive = weakref.ref(model)  # the hook stays until the process ends
 
     def rescale(*args):
-        precompute_float8_dynamic_scale_for_fsdp(model)
+        if alive() is not None:
+            precompute_float8_dynamic_scale_for_fsdp(alive())
 
-    optimizer.register_step_post_hook(rescale)
+    register_optimizer_step_post_hook(rescale)

@@ -32,7 +32,7 @@ def encoder_of(name):
     """The Encoder of a tokenizer.json, of a directory that has one, or of a hub name."""
     file = Path(name)
     if not file.is_file():
-        file = Path(local_copy("tokenizer", name, "tokenizer*.json", *BESIDE), TOKENIZER)
+        file = Path(local_copy(name, "tokenizer*.json", *BESIDE), TOKENIZER)
     hf, vocab_size = open_tokenizer(str(file))
     config = file.with_name("tokenizer_config.json")
     eos = None
@@ -123,9 +123,8 @@ def splits_before(hf, space):
 # ---------- files -------------------------------------------------------------
 
 
-def local_copy(key, name, *patterns):
-    """The directory `name`, or a copy of the hub's files that match the patterns. key: the
-    option that names it, for errors."""
+def local_copy(name, *patterns):
+    """The directory `name`, or a copy of the hub's files that match the patterns."""
     if os.path.isdir(name):
         return name
     try:
@@ -134,5 +133,5 @@ def local_copy(key, name, *patterns):
         return snapshot_download(hub, allow_patterns=list(patterns))
     except Exception as e:
         raise SystemExit(
-            f"{key}={name}: neither a directory here nor on the Hugging Face hub "
+            f"{name}: neither a directory here nor on the Hugging Face hub "
             f"({type(e).__name__}); without a network it must be a local directory")

@@ -144,12 +144,12 @@ WEIGHTS = "*.safetensors*", "adapter_config.json"
 # ---------- in ----------------------------------------------------------------
 
 
-def open_pretrained(name, key="init_from"):
+def open_pretrained(name):
     """The Source of a local directory or of a model on the hub ('gpt2', 'org/model'): a model's, or
     that of peft's adapters. SystemExit if it is neither, or if none of our models computes the
-    same. key: where the name comes from, for errors."""
+    same."""
     files = ("model*.safetensors*", "adapter_*", TOKENIZER, *KEPT)
-    path = Path(local_copy(key, name, *files))
+    path = Path(local_copy(name, *files))
     try:
         from safetensors import safe_open
         if (path / "adapter_config.json").exists():
@@ -265,7 +265,7 @@ def open_adapter(path, safe_open):
         return safe_open(file, "pt").get_tensor(places[ours])
 
     base = theirs["base_model_name_or_path"] or ""
-    header = open_pretrained(base, f"{path}: base_model_name_or_path").header
+    header = open_pretrained(base).header
     for layer, blocks in layers.items():
         if lacking := sorted({*range(header["model_args"]["n_layer"])} - blocks):
             raise ValueError(
@@ -388,7 +388,7 @@ def merged(source):
     sizes = source.header["model_args"]
     config = source.header["config"]
     cfg = make_config({"model": config["model"], **sizes})
-    _, base = with_base(cfg, True, World())
+    base = with_base(cfg, True, World()).sizes.opened
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):
@@ -556,6 +556,8 @@ def main(argv):
     parser.add_argument("--adapter", action="store_true", help="write LoRA's alone, for peft")
     args = parser.parse_args(argv)
     source, _ = open_start(Config(init_from="resume", out_dir=args.out_dir), World())
+    config = source.header["config"]
+    config["model"] = config["model"].removesuffix("+float8")  # its weights are plain
     if args.adapter:
         export_adapter(source, args.directory)
         print(f"{source.path} -> {args.directory}, for PeftModel.from_pretrained")

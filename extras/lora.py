@@ -18,7 +18,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -35,13 +35,14 @@ from ranks import print0
 @dataclass
 class Keys:
     # --- LoRA
-    base: str = field(default="", metadata={"may_move": True})  # the frozen model: another run's
-    #   out_dir, a hub name or a directory
+    base: str = ""  # the frozen model: another run's out_dir, a hub name or a directory
     base_origin: str = ""  # set by the run: which step of which run the base was, or a CRC of its
     #   files
     lora_rank: int = 16
     lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
+
+    opened = None  # no key: the base's Source, once open_base has opened it
 
     def __post_init__(self):
         if hasattr(super(), "__post_init__"):
@@ -62,22 +63,25 @@ def around(name):
     class Model(inner.Model):
         def __init__(self, config):
             super().__init__(config)
-            not_in_base = getattr(self, "not_saved", ())
+            self.not_in_base = getattr(self, "not_saved", ())
             self.not_saved = [name for name, _ in self.named_parameters()]
-            self.of_base = set(self.not_saved).difference(not_in_base)
+            self.requires_grad_(False)
             adapt(self, config)
 
         def initial_value(self, name, shape, seed):
             if ".lora_" in name:
                 return initial_value(name, shape, seed)
-            return super().initial_value(name, shape, seed)  # a tool that measures opens no base
+            base = self.config.opened
+            if base is None or name in self.not_in_base:  # a tool that measures opens no base
+                return super().initial_value(name, shape, seed)
+            return base.value(f"model.{name}", shape, self.config)
 
-    return SimpleNamespace(
-        ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
+    own = dict(ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
+    return SimpleNamespace(**own)
 
 
 def open_base(name, cfg, world, resumed):
-    """(cfg with the sizes of its base, the base's Source) (all ranks)."""
+    """cfg with the sizes of its base, and with its Source as sizes.opened (all ranks)."""
     base = cfg.sizes.base
     if not base:
         raise SystemExit(
@@ -86,9 +90,9 @@ def open_base(name, cfg, world, resumed):
     if not resumed and os.path.realpath(base) == os.path.realpath(cfg.out_dir):
         raise SystemExit(
             f"out_dir={cfg.out_dir} is LoRA's base, which must stay there; pass another --out_dir")
-    source = start.open_weights(base, world, "base", dataset=None if resumed else cfg.dataset)
+    source = start.open_weights(base, world, dataset=None if resumed else cfg.dataset)
     theirs = source.header["config"]["model"]
-    if theirs != name:
+    if theirs.removesuffix("+float8") != name.removesuffix("+float8"):
         raise SystemExit(
             f"base={base} is of model={theirs}, not {name}; pass --model=NAME+lora with the name "
             "of its model, or merge its own adapters first")
@@ -100,7 +104,8 @@ def open_base(name, cfg, world, resumed):
     cfg = with_sizes(
         cfg, cfg.model, source.header["model_args"], source.path, whole_context=False)
     cfg.sizes.base_origin = before or now
-    return cfg, source
+    cfg.sizes.opened = source
+    return cfg
 
 
 def adapt(model, config):

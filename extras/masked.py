@@ -30,6 +30,10 @@ class MaskedFiles(TokenFiles):
             counts.append(np.count_nonzero(targets.reshape(-1, block_size), axis=1))
         self.counts = np.concatenate(counts)
 
+    def place(self, window):
+        """As in the first epoch: targets are counted once, so windows stay where they are."""
+        return super().place(window % len(self))
+
     def batch(self, windows):
         x, y = super().batch(windows)
         for row, window in enumerate(windows):
@@ -44,8 +48,8 @@ class MaskedBatches(Batches):
 
     counted = None, 0  # a step, and its mean_targets
 
-    def files_of(self, *args):
-        return MaskedFiles(*args)
+    def __init__(self, cfg, world, kind=MaskedFiles):
+        super().__init__(cfg, world, kind)
 
     def mean_targets(self, step):
         """Each rank counts all targets of the step, so that no rank waits for another."""

@@ -14,7 +14,7 @@ import torch
 import fsdp
 from configurator import STRATEGIES, named_file
 
-WIDTHS = dict(float32=4, bfloat16=2, float16=2, float8=2)  # bytes; float8's products are apart
+WIDTHS = dict(float32=4, bfloat16=2, float16=2)  # bytes
 
 
 def units_of(model, cfg):
@@ -85,8 +85,8 @@ def traffic(model, cfg, world):
                 sent["all_gather", cfg.reshard_group_size or g] += again * size
     matrices = muon_matrices(model, cfg)
     if matrices:
-        width = 2 if cfg.dtype in ("bfloat16", "float8") else 4
-        shares = named_file("optimizer=muon", "muon").divide(matrices, world.size)  # by owner
+        width = 2 if cfg.dtype == "bfloat16" else 4
+        shares = named_file("muon").divide(matrices, world.size)  # by owner
         size = [sum(padded(p, g) for p in share) * width for share in shares]
         first = world.rank // g * g
         if STRATEGIES[cfg.strategy].sharded:
@@ -115,7 +115,7 @@ def gathered(unit, cfg, g):
     """Bytes of a unit; with float8, one for an element of the blocks' matrices of 16s."""
     size = 0
     for name, p in unit.items():
-        eight = cfg.dtype == "float8" and ".h." in name and p.dim() == 2
+        eight = cfg.model.endswith("+float8") and ".h." in name and p.dim() == 2
         eight = eight and not any(n % 16 for n in p.shape)
         size += padded(p, g) * g * (1 if eight else WIDTHS[cfg.dtype])
     return size

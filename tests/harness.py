@@ -452,8 +452,7 @@ def plain_training(cfg):
 def started(cfg, world):
     """(its final config, the Source of its values, whether it goes on), as train.train does."""
     source, resumed = open_start(cfg, world)
-    cfg, _ = final_config(cfg, source, resumed, world)
-    return cfg, source, resumed
+    return final_config(cfg, source, resumed, world), source, resumed
 
 
 def built(tmp, **overrides):

@@ -56,7 +56,7 @@ def test_each_epoch_cuts_the_text_elsewhere(tmp_path):
 
 
 def batches_of(tmp, size, **keys):
-    return [loader.Batches(tiny(tmp, **keys), World(rank, size)) for rank in range(size)]
+    return [loader.open_batches(tiny(tmp, **keys), World(rank, size)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size, batch_size", [(2, 2), (3, 4)])

@@ -143,7 +143,7 @@ def started_on(tmp, *flags, init_from="resume", sizes=SIZES, **config):
     header = dict(model_args=dict(sizes, dropout=0.5), config=config)
     source = checkpoint.Source("there/ckpt.pt", header, {})
     cfg = load_config([f"--dataset={tmp}/toy", *flags])
-    return start.final_config(cfg, source, init_from in ("resume", "auto"), World())[0]
+    return start.final_config(cfg, source, init_from in ("resume", "auto"), World())
 
 
 def test_start_from_another_run_takes_its_weights_alone(tmp, capsys):

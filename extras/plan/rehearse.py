@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp
 import train
-from configurator import named_file
 from optimizer import LossScaler, allocate_state
 
 # The kinds of memory. A storage that was labelled twice is of the first of its kinds here: the
@@ -134,8 +133,6 @@ def step(wrapped, model, cfg, world, ledger):
     if cfg.cuda_graph:  # a recorded step keeps its gradients
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-    if cfg.dtype == "float8":
-        named_file("dtype=float8", "float8").scale_each_step(model, optimizer)
 
     def label_gradients(*args):
         for p in model.parameters():

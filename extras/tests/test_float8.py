@@ -1,6 +1,6 @@
 """
-dtype=float8: 8 bits where they were asked for, and plain fp32 in every file. What computes needs
-torchao, and is skipped without it.
+--model=gpt2+float8: 8 bits where they were asked for, and plain fp32 in every file. What computes
+needs torchao, and is skipped without it.
 
     pip install torchao && python -m pytest -q extras/tests/test_float8.py
 """
@@ -36,7 +36,8 @@ from extras import float8
 from extras.to_full import whole
 from ranks import World
 
-SIZES = dict(n_embd=48, dtype="float8")  # multiples of 16, as float8 products want them
+SIZES = dict(n_embd=48, dtype="bfloat16")  # multiples of 16, as float8 products want them
+FLOAT8 = dict(SIZES, model="gpt2+float8")
 RUNS = {
     "ddp": dict(strategy="ddp"),
     "full_shard": dict(strategy="full_shard"),
@@ -49,16 +50,17 @@ RUNS = {
 @pytest.fixture(scope="module")
 def ranks(tmp):
     pytest.importorskip("torchao")
-    cases = {dtype: (case_mechanisms, dict(tmp=tmp, dtype=dtype))
-             for dtype in ("float8", "bfloat16")}
+    cases = {model: (case_mechanisms, dict(tmp=tmp, model=model))
+             for model in ("gpt2+float8", "gpt2")}
     for name, keys in RUNS.items():
-        cases[name] = run_training, dict(tmp=tmp, name="f8-" + name, **{**SIZES, **keys})
+        cases[name] = run_training, dict(tmp=tmp, name="f8-" + name, **FLOAT8, **keys)
     return on_ranks(2, cases)
 
 
-def case_mechanisms(tmp, dtype):
+def case_mechanisms(tmp, model):
     """What is float8, and what a step sends after the first."""
-    run = built(tmp, n_embd=48, dtype=dtype, strategy="full_shard", gradient_accumulation_steps=2)
+    keys = dict(SIZES, strategy="full_shard", gradient_accumulation_steps=2)
+    run = built(tmp, model=model, **keys)
     steps(run)
     with CommDebugMode() as comm, heard() as calls:
         steps(run, first=1)
@@ -78,7 +80,7 @@ def case_mechanisms(tmp, dtype):
 @pytest.mark.slow  # it needs torchao
 def test_float8_gathers_one_byte_an_element(ranks):
     """The blocks' matrices, forward and backward; biases, norms and the root in bf16."""
-    eight, sixteen = (values(ranks, dtype)[0] for dtype in ("float8", "bfloat16"))
+    eight, sixteen = (values(ranks, model)[0] for model in ("gpt2+float8", "gpt2"))
     layers = [f"transformer.h.{i}.{name}" for i in range(3)
               for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
     assert eight["layers"] == layers and sixteen["layers"] == []
@@ -95,23 +97,23 @@ def test_float8_gathers_one_byte_an_element(ranks):
 def test_float8_trains_as_bf16_does(tmp, ranks, name):
     ours = [r["loss"] for r in values(ranks, name)[0]]
     single_keys = dict(strategy="single", wrap_min_params=0, cpu_offload=0.0)
-    keys = {**SIZES, **RUNS[name], **single_keys}
-    single = run_training(tmp, "f8-single-" + name, **keys)
-    bf16 = [r["loss"] for r in run_training(tmp, "bf16-" + name, **{**keys, "dtype": "bfloat16"})]
+    keys = {**RUNS[name], **single_keys}
+    single = run_training(tmp, "f8-single-" + name, **FLOAT8, **keys)
+    bf16 = [r["loss"] for r in run_training(tmp, "bf16-" + name, **SIZES, **keys)]
     assert ours == pytest.approx([r["loss"] for r in single], rel=2e-3)
     assert ours == pytest.approx(bf16, rel=2e-3) and ours != bf16
 
 
 @pytest.mark.slow  # it needs torchao
-def test_float8_checkpoints_are_plain_and_go_on_in_any_dtype(tmp, ranks):
+def test_float8_checkpoints_are_plain_and_go_on_without_float8(tmp, ranks):
     values(ranks, "sharded")
     out = os.path.join(tmp, "f8-sharded")
     source = checkpoint.find(out, World())
     for key in source.shapes:
         t = whole(source, key)
         assert type(t) is torch.Tensor and t.dtype == torch.float32, key
-    for step, (dtype, world) in enumerate((("float32", 1), ("float8", 2)), 5):
-        run = dict(SIZES, dtype=dtype, init_from="resume", max_iters=step + 1)
+    for step, (model, world) in enumerate((("gpt2", 1), ("gpt2+float8", 2)), 5):
+        run = dict(SIZES, model=model, init_from="resume", max_iters=step + 1)
         p = launch(world, arguments(tmp, out, **run))
         assert f"at step {step}" in p.stdout
     assert {t.dtype for t in read_ckpt(out)["model"].values()} == {torch.float32}
@@ -129,9 +131,10 @@ def test_float8_is_for_the_blocks_matrices_that_fit():
     # torchao gathers no padding: NCCL would wait for bytes that nobody sends.
     (5, {}, "5 ranks do not divide the 192 rows of transformer.h.0.attn.c_attn"),
     (10, dict(strategy="hybrid_shard", shard_group_size=5), "5 ranks do not divide"),
+    (2, dict(dtype="float16"), "needs --dtype=bfloat16"),
     (2, dict(cuda_graph=True), "cuda_graph")])
 def test_float8_is_refused_where_it_would_go_wrong_silently(ranks, keys, said):
-    cfg = make_config({"strategy": "full_shard", **keys})
+    cfg = make_config({"strategy": "full_shard", "dtype": "bfloat16", **keys})
     world = World(size=ranks)
     assert said in refused(float8.convert, plain_gpt(n_embd=64, n_head=2), cfg, world)
 
@@ -142,6 +145,6 @@ def test_cuda_trains_in_float8(tmp):
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no float8")
     losses, *_ = plain_training(tiny(tmp, n_embd=SIZES["n_embd"]))
-    results = on_ranks(1, trainings(tmp, "cuda", {"float8": dict(SIZES, strategy="full_shard")}))
+    results = on_ranks(1, trainings(tmp, "cuda", {"float8": dict(FLOAT8, strategy="full_shard")}))
     [rows] = values(results, "float8")
     assert [loss for loss, _ in rows] == pytest.approx(losses, rel=2e-2)

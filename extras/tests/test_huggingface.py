@@ -66,8 +66,8 @@ def begun(*argv):
     cfg = resolve(cfg, world)
     source, resumed = open_start(cfg, world)
     assert not resumed
-    cfg, base = final_config(cfg, source, resumed, world)
-    return cfg, *train.build(train.meta_model(cfg), cfg, world, source, base)
+    cfg = final_config(cfg, source, resumed, world)
+    return cfg, *train.build(train.meta_model(cfg), cfg, world, source)
 
 
 def loaded(path, *argv):

@@ -161,8 +161,9 @@ def test_lora_adapts_plain_linear_layers_of_the_blocks_only(tmp):
     gpt.blocks[0].mlp.c_fc.__class__ = Loud
     found = lora.targets(gpt, "")
     assert len(found) == 11 and gpt.blocks[0].mlp.c_fc not in found.values()
-    cfg = resolve(tiny(tmp, n_embd=48, dtype="float8", **LORA), World())
-    line = refused(train.parallelize, train.meta_model(cfg), cfg, World())
+    model = dict(LORA, model="gpt2+lora+float8")
+    cfg = resolve(tiny(tmp, n_embd=48, dtype="bfloat16", **model), World())
+    line = refused(train.build, train.meta_model(cfg), cfg, World())
     assert "c_attn is a LoRALinear" in line
 
 
