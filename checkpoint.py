@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from data.files import sync, write_files
 from fsdp import write_full
 from optimizer import allocate_state
-from ranks import all_reduce_mean_, from_rank0, patient_barrier, print0
+from ranks import all_reduce_mean_, from_rank0, print0
 
 HEADER = "header.json"  # of a sharded checkpoint, written last
 STEP = "step-" + 9 * "[0-9]"  # a sharded checkpoint's name
@@ -106,29 +106,36 @@ def without_float8_wrapper(t):
 def load(source, model, optimizer, world):
     """Set the weights, and the optimizer's state if the source has one, from the source (all
     ranks). optimizer: None to load only the weights."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    if optimizer and all(key.startswith("model.") for key in source.shapes):
+    has_state = any(not key.startswith("model.") for key in source.shapes)
+    if optimizer and not has_state:
         optimizer = None  # it makes its state in its first step, as in a new run
         if source.header["iter_num"]:
             print0(world, f"{source.path} has no optimizer state: it starts anew")
     if optimizer:
         allocate_state(optimizer)
     ours = flat_state(model, optimizer)
-    stateless = [name for name, p in params.items() if not (optimizer and p in optimizer.state)]
+    # A tied parameter has several names, and what is frozen now has no optimizer state.
+    params = dict(model.named_parameters(remove_duplicate=False))
+    without_state = {name for name, p in params.items() if not (optimizer and p in optimizer.state)}
     for key in source.shapes:
         kind, _, name = key.partition(".")
-        # A tied parameter has several names. What is frozen now has no optimizer state.
-        is_known = name in params if kind == "model" else name in stateless
-        if key not in ours and not is_known:
+        may_differ = params if kind == "model" else without_state
+        if key not in ours and name not in may_differ:
             raise SystemExit(f"{source.path} is of another model or optimizer: no {key} here")
     for key, t in ours.items():
         write_full(t, source.value(key, tuple(t.shape), model.config))
-    if optimizer:  # numbers that it has changed itself since it was made: Prodigy's d, a count
-        made_with = source.header.get("defaults", {})
-        for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
-            moved = [k for k, n in made_with.items() if saved.get(k, n) != n]
-            # These two differ from the defaults because the run's keys set them.
-            group.update({k: saved[k] for k in moved if k not in ("lr", "weight_decay")})
+    if optimizer:
+        load_changed_numbers(source, optimizer)
+
+
+def load_changed_numbers(source, optimizer):
+    """Set the numbers that the optimizer itself had changed in its groups since it was made, such
+    as Prodigy's d or a count. The run's keys say what lr and weight_decay are now."""
+    made_with = source.header.get("defaults", {})
+    for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
+        for key, default in made_with.items():
+            if key not in ("lr", "weight_decay") and saved.get(key, default) != default:
+                group[key] = saved[key]
 
 
 # ---------- full: one file ----------------------------------------------------
@@ -346,7 +353,6 @@ def find(out_dir, world):
             is_good = source.header["iter_num"] == step
         except Exception as e:  # damage raises almost anything
             problem = f"not readable ({type(e).__name__}: {e})"
-        patient_barrier()  # another rank's disk may be slow
         if all_reduce_mean_(torch.tensor(float(is_good)), world) == 1:
             found = source
             break

@@ -9,7 +9,6 @@ torchrun starts the processes and tells each its place in environment variables:
 WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Without them this process is alone.
 """
 
-import functools
 import os
 import signal
 import sys
@@ -23,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for a collective gives up
-PATIENCE = timedelta(hours=12)  # when all ranks wait for one rank's disk or download
+# A rank that waits longer for the others gives up. Long enough for one rank to download a model, or
+# to write a whole checkpoint: the others wait for it in a collective.
+TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ def setup(device, backend):
     device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)), local_size)
     if not dist.is_initialized():
         open_group(rank, size, device, backend)
-    patient_group()  # made now, while all ranks are here
     return World(rank, size, device, local_size)
 
 
@@ -97,18 +96,6 @@ def open_group(rank, size, device, backend):
         backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-@functools.cache
-def patient_group():
-    """The same ranks, as a group that waits for hours while one of them reads or writes."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
-
-
-def patient_barrier():
-    """Wait until every rank is here, for hours if need be (collective)."""
-    if dist.is_initialized():
-        dist.barrier(patient_group())
-
-
 # ---------- agree -------------------------------------------------------------
 
 
@@ -127,9 +114,9 @@ def all_reduce_mean_(x, world):
 
 
 def from_rank0(world, action, group=None):
-    """Call action() on rank 0 while the others wait, for hours if need be. Every rank then returns
-    its result, or raises its SystemExit (collective).
-    group: a group of all ranks; by default the patient one."""
+    """Call action() on rank 0 while the others wait. Every rank then returns its result, or raises
+    its SystemExit (collective).
+    group: a gloo group of all ranks; by default the one that setup has opened."""
     box = [None, None]  # the result, and the arguments of a SystemExit
     if world.rank == 0:
         try:
@@ -137,7 +124,6 @@ def from_rank0(world, action, group=None):
         except SystemExit as e:
             box[1] = e.args
     if world.size > 1:
-        group = group or patient_group()
         dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     if box[1] is not None:
         raise SystemExit(*box[1])
@@ -177,23 +163,30 @@ def run(main, *args):
     code = 0
     try:
         main(*args)
-        patient_barrier()  # peers may still use our connections, and rank 0 may upload its log
+        if dist.is_initialized():
+            # A barrier: peers may still use our connections, and rank 0 may upload its log.
+            dist.all_reduce(torch.zeros(()))
     except SystemExit as e:
         code = e.code or 0
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The first rank usually has the same line: torchrun then ends us before we say it.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(1)
+            let_others_speak()  # the first rank usually has the same line
         if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
     except Exception as e:
         code = 1
         traceback.print_exc()
-        time.sleep(1)  # a peer may have died and broken our connection: its error comes first
+        let_others_speak()  # a peer may have died and broken our connection
         get_error_handler().record_exception(e)  # for torchrun's report
     with suppress(OSError):
         sys.stdout.flush()
     # Leave without Python's clean-up: gloo's threads may outlive it, and abort the process (exit
     # code -6). destroy_process_group does not help: 2 of 40 launches of a script, with torch 2.13.
     os._exit(code)
+
+
+def let_others_speak():
+    """Wait a second. If another rank has failed first, torchrun ends this one meanwhile, so that
+    only the other's error is reported."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1)

@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from concurrent import futures
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from checkpoint import STEP, complete_steps, flat_state
 from configurator import as_dict
 from data.loader import data_dir, read_meta
 from fsdp import gather_full, tied_names
-from ranks import PATIENCE, all_reduce_mean_, from_rank0, print0
+from ranks import TIMEOUT, all_reduce_mean_, from_rank0, print0
 
 # DCP's, in one process; and torch 2.9's, of what it does itself.
 warnings.filterwarnings("ignore", "torch.distributed is disabled|TypedStorage|Please use the new")
@@ -115,6 +115,15 @@ def remove_older(newest, keep):
 # ---------- a run's saves -----------------------------------------------------
 
 
+@dataclass
+class Save:
+    """A save in the background."""
+    future: futures.Future  # of what Saver.write returns
+    header: dict
+    start: float  # when it began, by perf_counter
+    blocked: float  # seconds that training waited for it
+
+
 class Saver:
     """Writes a run's checkpoints in the background, one at a time (all ranks)."""
 
@@ -138,13 +147,12 @@ class Saver:
             tokens={cfg.dataset: batches.files["train"].tokens_in_all},
         )
         self.background = futures.ThreadPoolExecutor(1)
-        self.saving = None  # the save in the background: its future, header, start, blocked seconds
+        self.saving = None  # the Save in the background
         self.failed = False  # True if the last save that ended has failed
         self.group = None
         if dist.is_initialized():
-            # Background collectives must not mix with training's, and may wait long for
-            # the slowest disk.
-            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            # Background collectives must not mix with training's.
+            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def improves(self, val_loss):
         """True if this validation loss is the best so far (all ranks, which must agree)."""
@@ -187,7 +195,7 @@ class Saver:
             name = f"step-{step:09d}"
         blocked = time.perf_counter() - asked
         future = self.background.submit(self.write, name, header, copies)
-        self.saving = future, header, start, blocked
+        self.saving = Save(future, header, start, blocked)
 
     # --- 2) write the copies, in the background
 
@@ -221,7 +229,7 @@ class Saver:
 
     def poll(self):
         """Report the save in the background if it has ended."""
-        if self.saving and self.saving[0].done():
+        if self.saving and self.saving.future.done():
             self.wait()
 
     def wait(self):
@@ -229,17 +237,18 @@ class Saver:
         print why and go on: the next save tries again."""
         if not self.saving:
             return
-        future, header, start, blocked = self.saving
+        save = self.saving
         self.saving = None
-        end, line = future.result()
+        end, line = save.future.result()
         self.failed = line is not None
         if self.failed:
             print0(self.world, line, file=sys.stderr)
             self.best_val_loss = self.best_written
             return
-        self.best_written = header["best_val_loss"]
-        print0(self.world, f"saved step {header['iter_num']} in {end - start:.2f}s, of which "
-                           f"training was blocked for {blocked:.2f}s")
+        self.best_written = save.header["best_val_loss"]
+        step = save.header["iter_num"]
+        print0(self.world, f"saved step {step} in {end - save.start:.2f}s, of which training was "
+                           f"blocked for {save.blocked:.2f}s")
 
     def finish(self):
         """Wait for the run's last save. SystemExit if it failed."""

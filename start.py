@@ -13,7 +13,7 @@ from dataclasses import replace
 import checkpoint
 import configurator
 from data.loader import data_dir, read_meta
-from ranks import from_rank0, patient_barrier, print0
+from ranks import from_rank0, print0
 
 
 def open_start(cfg, world):
@@ -43,7 +43,6 @@ def open_weights(name, world, dataset=None):
     source = huggingface.open_pretrained(name)
     if dataset is not None:
         huggingface.require_tokenizer(source, dataset)
-    patient_barrier()
     return source
 
 

@@ -32,7 +32,7 @@ from data.loader import open_batches
 from metrics import Log, describe, ideal_seconds
 from model import derive_seed
 from optimizer import LossScaler, learning_rate_at
-from ranks import StopSignal, all_reduce_mean_, from_rank0, patient_barrier, print0, run, setup
+from ranks import StopSignal, all_reduce_mean_, from_rank0, print0, run, setup
 from start import final_config, open_start
 
 # ---------- build: model, strategy, optimizer, values -------------------------
@@ -65,7 +65,6 @@ def set_values(model, optimizer, source, seed, world):
     for name, p in model.named_parameters():
         if source is None or name in checkpoint.not_saved(model):
             fsdp.write_full(p, model.initial_value(name, p.shape, seed))
-    patient_barrier()  # another rank's disk may be slow, and a collective would time out
 
 
 def meta_model(cfg):

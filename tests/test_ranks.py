@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks, on_ranks, refused, values
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ranks
 
@@ -59,7 +58,6 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(
         monkeypatch, capsys, size, local_size, gpus, mps, device):
     """With device=auto: README's two processes on a machine with one GPU. All ranks alike."""
     monkeypatch.setattr(ranks, "open_group", lambda *args: None)
-    monkeypatch.setattr(ranks, "patient_group", lambda: None)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     with_gpus(monkeypatch, gpus)
     seen = set()
@@ -122,31 +120,6 @@ def test_ranks_whose_peer_never_comes_end_when_their_time_is_up():
     assert p.returncode == 1 and re.search(r"[Tt]imed? ?out after \d", p.stderr), p.stderr
 
 
-def slow_rank0(seconds, patiently):
-    """Rank 0 is busy for longer than a collective of the training loop may take."""
-    world = ranks.setup("cpu", "gloo")
-    _set_pg_timeout(timedelta(seconds=2))  # the ordinary group's, now that all are connected
-    if patiently:
-        ranks.from_rank0(world, lambda: time.sleep(seconds))
-    if world.rank == 0:
-        time.sleep(seconds)
-    if patiently:
-        ranks.patient_barrier()
-    ranks.all_reduce_mean_(torch.ones(1), world)
-    print(f"rank {world.rank} is still here")
-
-
-def test_ranks_wait_for_rank_0_longer_than_for_each_other():
-    patient, others = (Ranks(2, slow_rank0, 3, patiently) for patiently in (True, False))
-    p = patient.finish()
-    assert p.returncode == 0 and p.stdout.count("still here") == 2, p.stderr
-    p = others.finish()  # in training a rank that is gone is noticed
-    assert p.returncode == 1 and "Timed out" in p.stderr
-    with patch.object(dist, "new_group") as new_group:
-        ranks.patient_group.__wrapped__()
-    assert new_group.call_args.kwargs["timeout"] == timedelta(hours=12)
-
-
 def opens_group():
     def look(*args, store, **kwargs):
         assert not store.check(["address"]), "it would call a dead rank"
@@ -194,17 +167,16 @@ def test_ranks_leave_with_a_code_and_a_line(monkeypatch, capsys, main, args, cod
     assert printed.out == "" and re.search(said, printed.err)
 
 
-@pytest.mark.parametrize("line, waits", [("", ["patient", 0]), ("a line", [1])])
-def test_ranks_leave_together_after_a_run_that_ended_well(monkeypatch, line, waits):
+@pytest.mark.parametrize("line, done", [("", ["waits", 0]), ("a line", [1])])
+def test_ranks_leave_together_after_a_run_that_ended_well(monkeypatch, line, done):
     """Rank 0 may take long to upload its log, and peers still use the connections of a rank."""
-    done = []
+    seen = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks, "patient_group", lambda: "patient")
-    monkeypatch.setattr(dist, "barrier", lambda group: done.append(group))
-    monkeypatch.setattr(os, "_exit", lambda code: done.append(code))
+    monkeypatch.setattr(dist, "all_reduce", lambda t: seen.append("waits"))
+    monkeypatch.setattr(os, "_exit", seen.append)
     ranks.run(lambda: sys.exit(line) if line else None)
-    assert done == waits
+    assert seen == done
 
 
 def is_slower():
