@@ -48,7 +48,7 @@ their gradients reduced, in one collective. PyTorch's hooks do this, not code in
 The root unit holds every other parameter. It stays gathered from its forward to the end of
 backward, or with set_grad_sync to the end of the step's last backward. All ranks must run the same
 units in the same order. If one skips a block, they mix rows of different blocks without an error;
-checks.check_units finds that.
+compare.check_units finds that.
 
 docs/fsdp.md walks through a step; docs/your_model.md lists what FSDP2 requires of your model. If
 the GPU waits for the host, extras/recorded.py records such a step.

@@ -159,7 +159,7 @@ checks.after_building(model, optimizer)
 first = resume(args.resume) if args.resume else 0
 
 # 4) Train. A step has two micro-batches. (Run a new model's first steps inside
-#    checks.check_units(model).)
+#    compare.check_units(model).)
 for step in range(first + 1, args.steps + 1):
     torch.manual_seed(step * size + rank)  # dropout and noise of this rank's own
     images, labels = images_of(step)

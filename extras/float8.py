@@ -75,13 +75,16 @@ def linears(model):
 
 
 def scale_each_step(model):
-    """Compute the scales of all weights after each step of any optimizer: one all-reduce, not one
-    per gather."""
+    """Compute the scales of all weights after each step of the model's optimizer: one all-reduce,
+    not one per gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-    alive = weakref.ref(model)  # the hook stays until the process ends
+    alive = weakref.ref(model)
 
-    def rescale(*args):
-        if alive() is not None:
-            precompute_float8_dynamic_scale_for_fsdp(alive())
+    def rescale(optimizer, *args):
+        model = alive()
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        if model and any(layer.weight in trained for layer in linears(model)):
+            precompute_float8_dynamic_scale_for_fsdp(model)
 
+    # The optimizer is made later. So the hook is for all optimizers, until the process ends.
     register_optimizer_step_post_hook(rescale)
