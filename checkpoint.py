@@ -36,7 +36,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 from data.files import sync, write_files
 from fsdp import write_full
@@ -86,21 +85,11 @@ def flat_state(model, optimizer=None):
     for name, p in model.named_parameters():
         if name in not_saved(model):
             continue
-        tensors[f"model.{name}"] = without_float8_wrapper(p.detach())
+        tensors[f"model.{name}"] = p.detach()
         if optimizer:
             for key, t in optimizer.state.get(p, {}).items():
                 tensors[f"{key}.{name}"] = t
     return tensors
-
-
-def without_float8_wrapper(t):
-    """t without the wrapper that torchao puts around a float8 parameter's rows, so that
-    FSDP2 gathers them in float8. Files hold plain fp32."""
-    rows = getattr(t, "_local_tensor", None)
-    if not hasattr(rows, "fsdp_pre_all_gather"):
-        return t
-    return DTensor.from_local(
-        rows._tensor, t.device_mesh, t.placements, shape=t.shape, stride=t.stride())
 
 
 def load(source, model, optimizer, world):
@@ -331,7 +320,7 @@ def complete_steps(out_dir):
 
 def for_new_run(source):
     """The source at step 0 and without optimizer state, to start another run from."""
-    header = dict(source.header, iter_num=0, best_val_loss=1e9, scaler=None, tokens={})
+    header = dict(source.header, iter_num=0, best_val_loss=1e9, scaler=None)
     run_id = source.header.get("run", "?")  # nanoGPT's checkpoints have none
     header["origin"] = f"step {source.header['iter_num']} of run {run_id}"
     shapes = {key: shape for key, shape in source.shapes.items() if key.startswith("model.")}

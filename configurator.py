@@ -318,7 +318,7 @@ def conflicts(cfg, size, distributed):
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
-    table = [
+    return [
         (single and size > 1, "strategy=single: start one process, python train.py"),
         (not single and not distributed,
          f"strategy={cfg.strategy}: start it with torchrun --standalone --nproc_per_node=2"),
@@ -339,14 +339,6 @@ def conflicts(cfg, size, distributed):
         (inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),
          "wrap_min_params needs --compile=False --prefetch_blocks=0, and full checkpointing"),
     ]
-    sharding = ("cpu_offload", "wrap_min_params", "prefetch_blocks", "reduce_dtype",
-                "reshard_group_size")
-    for key in sharding:
-        is_set = getattr(cfg, key) != getattr(Config, key)
-        useless = is_set and not STRATEGIES[cfg.strategy].sharded
-        table.append((useless, f"{key} does nothing with strategy={cfg.strategy}; full_shard and "
-                               "hybrid_shard use it"))
-    return table
 
 
 def best_dtype(device):

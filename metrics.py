@@ -101,12 +101,8 @@ def describe(cfg, model, optimizer, batches, source, world):
         # Names up to a block's number.
         parts = [re.sub(r"(\.\d+)\..*", r"\1", names[p]) for p in names if not p.requires_grad]
         yield f"frozen, at least in part: {', '.join(dict.fromkeys(parts))}"
-    before = source.header.get("tokens", {}) if source else {}
-    name = cfg.dataset
-    found = batches.files["train"].tokens_in_all
-    yield f"{name}: {found:,} tokens of train, epoch = {found / tokens:,.0f} steps"
-    if before.get(name, found) != found:
-        yield f"{name}: {before[name]:,} tokens in {source.path}; they come in a new order"
+    in_all = batches.files["train"].tokens_in_all
+    yield f"{cfg.dataset}: {in_all:,} tokens of train, epoch = {in_all / tokens:,.0f} steps"
     if source:
         yield f"starting from {source.path} at step {source.header['iter_num']}"
 

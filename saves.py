@@ -5,7 +5,7 @@ and how they are written while training goes on.
     directory = RunDirectory(cfg.out_dir)
     directory.lock()                          # rank 0, before it chooses a checkpoint
     run_id = directory.claim(source, resumed) # rank 0, once every check has passed
-    saver = Saver(directory.path, run_id, cfg, world, source, batches)
+    saver = Saver(directory.path, run_id, cfg, world, source)
     saver.save(model, optimizer, scaler, step)  # if is_due(cfg, step, ...)
     saver.poll()                              # in each step: a save may have failed
     saver.finish()                            # at the end
@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from concurrent import futures
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -115,19 +115,10 @@ def remove_older(newest, keep):
 # ---------- a run's saves -----------------------------------------------------
 
 
-@dataclass
-class Save:
-    """A save in the background."""
-    future: futures.Future  # of what Saver.write returns
-    header: dict
-    start: float  # when it began, by perf_counter
-    blocked: float  # seconds that training waited for it
-
-
 class Saver:
     """Writes a run's checkpoints in the background, one at a time (all ranks)."""
 
-    def __init__(self, out_dir, run_id, cfg, world, source, batches):
+    def __init__(self, out_dir, run_id, cfg, world, source):
         self.out_dir = out_dir
         self.cfg = cfg
         self.world = world
@@ -143,11 +134,9 @@ class Saver:
             run=run_id,
             # The Hugging Face files of the model that the run began from: an export needs them.
             kept=header.get("kept"),
-            # A resumed run that finds other numbers says so.
-            tokens={cfg.dataset: batches.files["train"].tokens_in_all},
         )
         self.background = futures.ThreadPoolExecutor(1)
-        self.saving = None  # the Save in the background
+        self.saving = None  # the save in the background: a Future of what `write` returns
         self.failed = False  # True if the last save that ended has failed
         self.group = None
         if dist.is_initialized():
@@ -169,7 +158,6 @@ class Saver:
         if self.cfg.checkpoint == "none":
             return
         print0(self.world, f"saving checkpoint to {self.cfg.out_dir}")
-        asked = time.perf_counter()
         self.wait()  # the check below may end the process, and would cut off the previous save
         start = time.perf_counter()
         tensors = flat_state(model, optimizer)
@@ -191,17 +179,16 @@ class Saver:
             copies = {key: gather_full(t) for key, t in tensors.items()}
             name = "ckpt.pt"
         else:
-            copies = {key: t.to("cpu", copy=True) for key, t in tensors.items()}
+            # Times 1: a copy, and without the wrapper that torchao puts around float8's rows.
+            copies = {key: (t * 1).cpu() for key, t in tensors.items()}
             name = f"step-{step:09d}"
-        blocked = time.perf_counter() - asked
-        future = self.background.submit(self.write, name, header, copies)
-        self.saving = Save(future, header, start, blocked)
+        self.saving = self.background.submit(self.write, name, header, copies, start)
 
     # --- 2) write the copies, in the background
 
-    def write(self, name, header, copies):
-        """Write a checkpoint (all ranks). Returns when it was done, and rank 0's line on why it
-        failed, or None."""
+    def write(self, name, header, copies, start):
+        """Write a checkpoint (all ranks). Returns its header, the seconds since start, and rank 0's
+        line on why it failed, or None."""
         path = Path(self.out_dir, name)
         error = None
         try:
@@ -223,13 +210,13 @@ class Saver:
             checkpoint.remove_sharded(path)  # the next save may need the room
         line = error and f"cannot write {path}: {error}; what was there before is untouched"
         line = from_rank0(self.world, lambda: line, self.group)
-        return time.perf_counter(), line
+        return header, time.perf_counter() - start, line
 
     # --- 3) how it ended
 
     def poll(self):
         """Report the save in the background if it has ended."""
-        if self.saving and self.saving.future.done():
+        if self.saving and self.saving.done():
             self.wait()
 
     def wait(self):
@@ -237,18 +224,16 @@ class Saver:
         print why and go on: the next save tries again."""
         if not self.saving:
             return
-        save = self.saving
+        future = self.saving
         self.saving = None
-        end, line = save.future.result()
+        header, seconds, line = future.result()
         self.failed = line is not None
         if self.failed:
             print0(self.world, line, file=sys.stderr)
             self.best_val_loss = self.best_written
             return
-        self.best_written = save.header["best_val_loss"]
-        step = save.header["iter_num"]
-        print0(self.world, f"saved step {step} in {end - save.start:.2f}s, of which training was "
-                           f"blocked for {save.blocked:.2f}s")
+        self.best_written = header["best_val_loss"]
+        print0(self.world, f"saved step {header['iter_num']} in {seconds:.2f}s")
 
     def finish(self):
         """Wait for the run's last save. SystemExit if it failed."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import checkpoint
 import configurator
 from data.loader import data_dir, read_meta
-from ranks import from_rank0, print0
+from ranks import print0
 
 
 def open_start(cfg, world):
@@ -36,14 +36,7 @@ def open_weights(name, world, dataset=None):
     source = checkpoint.find(name, world)
     if source:
         return checkpoint.for_new_run(source)
-    huggingface = configurator.named_file("huggingface")
-    # Rank 0 first, so that one rank downloads. Then each opens the name, since a node may have a
-    # cache of its own.
-    from_rank0(world, lambda: huggingface.open_pretrained(name).path)
-    source = huggingface.open_pretrained(name)
-    if dataset is not None:
-        huggingface.require_tokenizer(source, dataset)
-    return source
+    return configurator.named_file("huggingface").open_weights(name, world, dataset)
 
 
 def final_config(cfg, source, resumed, world):

@@ -273,7 +273,7 @@ def train(cfg):
     run_id = None if cfg.eval_only else from_rank0(
         world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
-    saver = saves.Saver(directory.path, run_id, cfg, world, source, batches)
+    saver = saves.Saver(directory.path, run_id, cfg, world, source)
     # Drop the memory maps: a file that is replaced takes space while it is mapped.
     source = None
     stop = StopSignal(world)
@@ -285,12 +285,10 @@ def train(cfg):
         saver.poll()  # a save in the background may have failed
         # Stop? A scheduler or the user has sent a signal: save, and leave.
         if stop.requested():
-            hint = "nothing is saved now: checkpoint=none, or always_save_checkpoint=False"
-            if cfg.checkpoint != "none" and cfg.always_save_checkpoint:
-                hint = "continue with the same command and --init_from=auto"
-                if step > first_step:
-                    saver.save(model, optimizer, scaler, step)
-            print0(world, f"stopped by a signal after step {step}; {hint}")
+            if step > first_step and cfg.always_save_checkpoint:
+                saver.save(model, optimizer, scaler, step)
+            print0(world, f"stopped by a signal after step {step}; --init_from=auto continues from "
+                          f"the newest checkpoint in {cfg.out_dir}")
             break
 
         # Due? Evaluate.

@@ -86,5 +86,10 @@ def scale_each_step(model):
         if model and any(layer.weight in trained for layer in linears(model)):
             precompute_float8_dynamic_scale_for_fsdp(model)
 
-    # The optimizer is made later. So the hook is for all optimizers, until the process ends.
-    register_optimizer_step_post_hook(rescale)
+    def begin(*args):
+        first_forward.remove()
+        # The optimizer was made later than this model. So the hook is for all of them.
+        register_optimizer_step_post_hook(rescale)
+
+    # Not before: a step that only allocates state finds weights without values.
+    first_forward = model.register_forward_pre_hook(begin)

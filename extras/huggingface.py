@@ -32,7 +32,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, name_of
 from extras.hf_tokenizer import BESIDE, encoder_of, local_copy
 from extras.to_full import whole
-from ranks import World, run
+from ranks import World, from_rank0, run
 from start import open_start, with_base
 
 # Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
@@ -142,6 +142,17 @@ WEIGHTS = "*.safetensors*", "adapter_config.json"
 
 
 # ---------- in ----------------------------------------------------------------
+
+
+def open_weights(name, world, dataset=None):
+    """The Source for a run's start (all ranks). SystemExit if the data set has another tokenizer.
+    Rank 0 opens it first, so that one rank downloads. Then each does, since a node may have a cache
+    of its own."""
+    from_rank0(world, lambda: open_pretrained(name).path)
+    source = open_pretrained(name)
+    if dataset is not None:
+        require_tokenizer(source, dataset)
+    return source
 
 
 def open_pretrained(name):

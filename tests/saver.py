@@ -20,7 +20,7 @@ def claimed(run, out, source=None, resumed=False):
     """The Saver of a run; from scratch without a source."""
     directory = saves.RunDirectory(str(out))
     run_id = from_rank0(run.world, lambda: directory.claim(source, resumed))
-    return saves.Saver(directory.path, run_id, run.cfg, run.world, source, run.batches)
+    return saves.Saver(directory.path, run_id, run.cfg, run.world, source)
 
 
 def save(saver, run, step):

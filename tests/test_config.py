@@ -210,9 +210,6 @@ load
 resolve TOY
   --strategy=single | python train.py
   --gradient_accumulation_steps=3; --gradient_accumulation_steps=0 | multiple of 2
-  --strategy=ddp --cpu_offload=0.5; --strategy=ddp --wrap_min_params=10 | strategy=ddp
-  --strategy=ddp --prefetch_blocks=1; --strategy=ddp --reduce_dtype=bfloat16 | strategy=ddp
-  --strategy=ddp --reshard_group_size=2 | strategy=ddp
   --strategy=full_shard --shard_group_size=2 | hybrid_shard
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
   --grad_clip=-1 | turn gradients around

@@ -186,8 +186,7 @@ def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
     run = built(tmp, checkpoint="sharded", out_dir=f"{tmp}/writer")
     directory = saves.RunDirectory(run.cfg.out_dir)
     run_id = directory.claim(None)
-    saver = saves.Saver(
-        directory.path, run_id, run.cfg, run.world, None, run.batches)
+    saver = saves.Saver(directory.path, run_id, run.cfg, run.world, None)
     Serial = filesystem._SerialCpuLoader
     with (patch.object(torch.cuda, "is_available", lambda: True),
           patch.object(filesystem, "_OverlappingCpuLoader") as on_gpu,

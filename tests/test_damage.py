@@ -236,7 +236,7 @@ class RunsCode:
 
 
 ODD = [  # an edit of ckpt.pt, what the line says
-    (lambda c: c["config"].update(model="out-x.evil"), "model='out-x.evil'"),
+    (lambda c: c["config"].update(model="out-x.evil"), "no out-x.evil.py"),
     (lambda c: c["config"].update(seed=RunsCode("ran")), "tensors and plain values"),
     (lambda c: c["model_args"].update(n_embd=30.5), "n_embd=30.5 must be of type int"),
     (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),

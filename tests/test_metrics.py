@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from harness import TINY, arguments, launch, make_data, read_metrics, run_training, tiny
+from harness import TINY, arguments, launch, read_metrics, run_training, tiny
 
 import metrics
 import train
@@ -49,18 +49,6 @@ def test_metrics_lines_and_rows(tmp, capsys):
     assert config["config"]["n_embd"] == TINY["n_embd"] and config["iter"] == 0
     assert said.startswith("drawing initial values")
     assert re.search(r"^done in \d+ s$", said, re.M)
-
-
-def test_metrics_a_run_says_that_its_data_has_grown(tmp, tmp_path, capsys):
-    """Its order is another one then."""
-    make_data(str(tmp_path / "grows"))
-    run = dict(dataset=str(tmp_path / "grows"), init_from="auto", eval_interval=1)
-    run_training(tmp, "grown", max_iters=1, **run)
-    with open(tmp_path / "grows/train.bin", "ab") as f:
-        f.write(bytes(200))
-    run_training(tmp, "grown", max_iters=2, **run)
-    said = capsys.readouterr().out
-    assert said.count("in a new order") == 1 and "grows: 5,400 tokens in " in said
 
 
 def test_metrics_of_a_resumed_run_go_on_after_whole_rows(tmp):

@@ -124,7 +124,7 @@ def test_checkpoint_is_complete_when_all_is_written_and_old_ones_go(sharded):
     for step in (1, 2, 3):
         before = complete_steps(out)
         save(saver, run, step)
-        assert complete_steps(out) == before and not saver.saving.future.done()
+        assert complete_steps(out) == before and not saver.saving.done()
         saver.written.put(None)
         saver.finish()
         assert complete_steps(out) == [*before, step][-2:]
@@ -212,7 +212,7 @@ def test_save_that_fails_is_said_in_the_next_step_and_tried_again(sharded, monke
         saver.poll()  # it still writes
         assert capsys.readouterr().err == ""
         saver.written.put(error)
-        futures.wait([saver.saving.future], 60)
+        futures.wait([saver.saving], 60)
         saver.poll()
         line = capsys.readouterr().err
         assert line.startswith(f"cannot write {out}/step-{step:09d}: disk full; ")
