@@ -1,6 +1,5 @@
 """
-That test_contract.py has nothing to say of good files: the smallest of docs/model_file.md,
-hybrid.py, masked.py; and what it says of copies of masked.py with a mistake.
+What test_contract.py says of files with a mistake, and that it has nothing to say of good ones.
 
     python -m pytest -q tests/test_contract_examples.py
 """
@@ -20,30 +19,166 @@ from configurator import load_config, resolve
 from ranks import World
 
 
-def test_contract_holds_for_the_smallest_file(tmp, models):
-    """docs/model_file.md has it; it lacks all that is optional."""
-    with open(os.path.join(HERE, "docs", "model_file.md")) as f:
-        code = re.search(r"^```python\n(.*?)^```", f.read(), re.M | re.S)[1]
-    (models / "smallest.py").write_text(code)
-    contract.test_contract_of_the_file(tmp, "smallest")
+def python_of(*path):
+    """The text of a file; of a page its first block of Python."""
+    with open(os.path.join(HERE, *path)) as f:
+        text = f.read()
+    return re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1] if ".md" in path[-1] else text
+
+
+FILES = {
+    "smallest": python_of("docs", "model_file.md"), "gpt": python_of("model.py"),
+    "masked": python_of("tests", "masked.py"), "hybrid": python_of("tests", "hybrid.py")}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_contract_holds_for_good_files(tmp, models, name):
+    (models / f"{name}.py").write_text(FILES[name])
+    contract.assert_kept(tmp, name)
+
+
+@pytest.mark.slow
+def test_contract_holds_for_a_hybrid_on_two_ranks(tmp, models):
+    """At 3 and 4 too if you pass --model=hybrid from its own copy."""
+    (models / "hybrid.py").write_text(FILES["hybrid"])
+    for mode, (world, _) in contract.MODES.items():
+        if world == 2:
+            contract.test_contract_modes(tmp, "hybrid", mode)
+
+
+# What the smallest file has, where mistakes are put in.
+STEP = "x = x + torch.tanh(block(x))"
+LOSS = "cross_entropy(logits, targets)"
+INIT = "        C = config.width\n"
+EMBEDDING = "        self.embedding = nn.Embedding(config.vocab_size, C)\n"
+HEAD = "        self.head = "
+BLOCK = "nn.Linear(C, C) for"
+
+SEEN = INIT + """\
+        self.register_buffer("seen", torch.zeros(1, device="cpu"), persistent=False)
+"""
+OBJECT = """class Block(nn.Linear):
+    def forward(self, x):
+        answer = lambda: super().forward(x)
+        answer.y = super().forward(x)
+        return answer
+
+
+@dataclass"""
+GRU = """class Block(nn.GRUCell):
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+@dataclass"""
+
+MISTAKES = {  # name: (file, its check or build, what that says, what the file has, the copy, ...)
+    "a key of every run": (
+        "smallest", "keys", "rename", "    width", "    seed: int = 1\n    width"),
+    "drawn by the process": (
+        "smallest", "parameters", "embedding.weight.*from seed and name",
+        "normal(shape, 0.02, key=(seed, name))", "torch.randn(shape)"),
+    "all alike": ("smallest", "parameters", "blocks.1.weight begins as", "seed, name)", "seed, 1)"),
+    "no seed": ("smallest", "parameters", "from its seed", "seed, name)", "name,)"),
+    "no value": (
+        "gpt", "parameters", "gate.weight has no initial value",
+        "        self.mlp =", "        self.gate = nn.Linear(C, C)\n        self.mlp ="),
+    "no numbers": ("gpt", "loss", "nan", "torch.ones(shape)", "torch.ones(shape) / 0"),
+    "a buffer on meta": (
+        "smallest", "parameters", "seen gets no values", INIT, SEEN.replace(', device="cpu"', "")),
+    "a buffer that is saved": (
+        "smallest", "parameters", "seen: use persistent", INIT, SEEN.replace("=False", "=True")),
+    "a buffer that changes": (
+        "smallest", "state", "'seen'", INIT, SEEN, STEP, f"{STEP}; self.seen += 1"),
+    "a parameter that changes": (
+        "smallest", "state", "'head.weight'", STEP, f"{STEP}; self.head.weight.data.mul_(0.99999)"),
+    "a number that grows": (
+        "smallest", "state", "keep no state", STEP,
+        f"{STEP} * (n := getattr(self, 'n', 1)); self.n = n + 1"),
+    "blocks backwards": (
+        "smallest", "order", "in the order of Model.blocks",
+        "in self.blocks", "in self.blocks[::-1]"),
+    "no hooks": ("smallest", "order", r"as block\(x\)", "block(x)", "block.forward(x)"),
+    "left out at random": (
+        "smallest", "order", "call each block once", STEP, f"if torch.rand(()) < 0.5: {STEP}"),
+    "registered late": (
+        "smallest", "order", "register modules", EMBEDDING, "", HEAD, EMBEDDING + HEAD),
+    "other logits": ("smallest", "loss", r"\[3, 67, 16\]", "detach()", "detach().mT"),
+    "all logits": ("smallest", "loss", "of the last position", "x[:, [-1]]", "x"),
+    "a sum": ("smallest", "loss", "must be the mean", LOSS, LOSS.replace("s)", "s, 'sum')")),
+    "shifted twice": (
+        "smallest", "loss", "shifted already", LOSS,
+        "cross_entropy(logits[:, :-1].contiguous(), targets[:, 1:])"),
+    "a large term": ("smallest", "loss", "in training", LOSS, f"{LOSS} * (1 + 2 * self.training)"),
+    "a later token": ("smallest", "causality", "a later", "block(x)", "block(x).mean(1, True)"),
+    "another row": ("smallest", "causality", "mixes the rows", "block(x)", "block(x + x.mean(0))"),
+    "an expert without tokens": (
+        "smallest", "gradients", "blocks.0.weight has no gradient", STEP,
+        f"if block is not self.blocks[0] or (idx < 40).any(): {STEP}"),
+    "the wrong device": (
+        "smallest", "any_device", "device=idx.device", STEP,
+        f"{STEP}; x = x + torch.arange(idx.size(1))[:, None]"),
+    "a cache from 0 on": ("gpt", "generation", "with a cache", "else cache[0].length", "else 0"),
+    "a tensor on meta": (
+        "smallest", "single", "device meta", INIT, f"{INIT}        self.t = torch.ones(C)\n",
+        STEP, f"{STEP} * self.t"),
+    "another unit's weight": (
+        "smallest", "full_shard", "mixed torch.Tensor and DTensor",
+        "logits = self.head(x)", "logits = self.head(x) + x @ self.embedding.weight.T"),
+    "one weight in two units": (
+        "smallest", "full_shard", "shared with|blocks.1.weight",
+        HEAD, f"        self.blocks[1].weight = self.blocks[0].weight\n{HEAD}"),
+    "no tensors from a block": (
+        "smallest", "full_shard", "storage", "@dataclass", OBJECT,
+        BLOCK, "Block(C, C) for", "block(x)", "block(x).y"),
+    "products changed in place": (
+        "smallest", "selective", "is off by", "@dataclass", GRU, BLOCK, "Block(C, C) for"),
+    "another head_loss": (
+        "gpt", "loss_chunks", "Expected", "(targets != -1).sum()", "targets.numel()"),
+    "a table in fp32": ("smallest", "bfloat16", "dtype", STEP, f"{STEP}; x = x @ torch.eye(64)"),
+    "a loss in bf16": (
+        "smallest", "bfloat16", r"logits.float\(\)", LOSS,
+        "nn.functional.cross_entropy(logits.mT, targets, ignore_index=-1).float()"),
+    "both sides": (
+        "masked", "causality", "causal = False", "    causal = False\n", "",
+        "self.config.hidden\n", "self.config.hidden * self.training\n"),
+    "noise": ("masked", "state", "unless self.training", "    causal = False\n", ""),
+    "Python's numbers": (
+        "masked", "state", "in evaluation too", "import torch\n", "import random\nimport torch\n",
+        "torch.rand(idx.shape, device=idx.device) <",
+        "(torch.rand(idx.shape) if self.training else random.random() + 0 * idx) <"),
+    "rows without targets": (
+        "masked", "causality", "rows whose targets are all -1", "hidden & counts", "hidden"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_contract_names_the_mistake(tmp, models, name):
+    file, check, said, *changes = MISTAKES[name]
+    code = FILES[file]
+    for before, after in zip(changes[::2], changes[1::2]):
+        assert before in code
+        code = code.replace(before, after)
+    (models / "mistaken.py").write_text(code)
+    with pytest.raises(Exception, match=said):
+        if check in contract.BUILDS:
+            contract.test_contract_of_each_build(tmp, "mistaken", check)
+        else:
+            getattr(contract, check)(contract.small(tmp, "mistaken"))
+
+
+# ---------- what else such files do -------------------------------------------
+
+
+def test_contract_a_file_without_head_loss_has_no_chunks(tmp, models):
+    (models / "smallest.py").write_text(FILES["smallest"])
     said = refused(train.train, contract.small(tmp, "smallest", loss_chunks=2))
     assert said.startswith("loss_chunks: model=smallest has no head_loss")
 
 
-@pytest.mark.slow
-def test_contract_holds_for_a_hybrid(tmp, models):
-    """In all modes at two ranks; at 3 and 4 too if you pass --model=hybrid from its own copy."""
-    shutil.copy(os.path.join(HERE, "tests", "hybrid.py"), models)
-    contract.test_contract_of_the_file(tmp, "hybrid")
-    for name, (world, _) in contract.MODES.items():
-        if world == 2:
-            contract.test_contract_modes(tmp, "hybrid", name)
-
-
 def test_weights_of_ones_own_module_become_a_checkpoint(tmp, models, monkeypatch):
     """By the lines in docs/migration.md."""
-    with open(os.path.join(HERE, "docs", "migration.md")) as f:
-        code = re.search(r"^```python\n(.*?)^```", f.read(), re.M | re.S)[1]
+    code = python_of("docs", "migration.md")
     monkeypatch.chdir(models)
     shutil.copy(os.path.join(HERE, "model.py"), "mine.py")
     sizes = dict(re.findall(r"(\w+)=(\d+)", re.search(r"ModelConfig\((.*)\)", code)[1]))
@@ -58,42 +193,6 @@ def test_weights_of_ones_own_module_become_a_checkpoint(tmp, models, monkeypatch
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
-LAST_TOKEN = ("idx, targets)", "idx, targets=None)", "        counts =",
-              "        if targets is None: return logits[:, [-1]], None\n        counts =")
-SILENT = ("    causal = False\n", "")
-ANY_T = ("self.positions.weight ", "self.positions.weight[:idx.size(1)] ")
-MASKED = {  # name: (what it says, then what masked.py has, what its copy has instead, ...)
-    "length": (r"any T up to block_size;.* causal = False .*\(5\)", *SILENT),
-    "no_sampling": (r"forward\(idx\) fails.* causal = False", *SILENT, *ANY_T),
-    "noise": ("no random numbers in eval mode.* causal = False", *SILENT, *ANY_T, *LAST_TOKEN),
-    "both_sides": ("depend on no later token.* causal = False", *SILENT, *ANY_T, *LAST_TOKEN,
-                   "self.config.hidden\n", "self.config.hidden * self.training\n"),
-    "rows": ("mixes the rows of a batch", "x = block(x)", "x = block(x + x.mean(0))"),
-    "every_row": ("no row whose targets are all -1", "hidden & counts", "hidden"),
-    "python": ("from torch in eval mode too", "import torch\n", "import random\nimport torch\n",
-               "torch.rand(idx.shape, device=idx.device) <",
-               "(torch.rand(idx.shape) if self.training else random.random() + 0 * idx) <"),
-    "bf16": ("forward fails in bf16", "self.norm(x))  #", "self.norm(x).float())  #"),
-}
-
-
-def test_contract_holds_for_a_masked_model(tmp, models):
-    """It sees both sides, and draws random numbers in an evaluation: its attribute says so. The
-    rest is asked of it too."""
-    path = shutil.copy(os.path.join(HERE, "tests", "masked.py"), models)
-    contract.test_contract_of_the_file(tmp, "masked")
-    with open(path) as f:
-        masked = f.read()
-    for name, (sentence, *changes) in MASKED.items():
-        code = masked
-        for before, after in zip(changes[::2], changes[1::2]):
-            assert before in code
-            code = code.replace(before, after)
-        (models / f"masked_{name}.py").write_text(code)
-        with pytest.raises(pytest.fail.Exception, match=sentence):
-            contract.test_contract_of_the_file(tmp, f"masked_{name}")
-
-
 def case_evaluations(tmp, **keys):
     run = built(tmp, model="masked", eval_iters=5, **keys)
     losses = []
@@ -105,7 +204,7 @@ def case_evaluations(tmp, **keys):
 
 def test_contract_random_numbers_of_an_evaluation_are_the_same_each_time(tmp, models):
     """On any number of ranks, of which the last has fewer windows."""
-    shutil.copy(os.path.join(HERE, "tests", "masked.py"), models)
+    (models / "masked.py").write_text(FILES["masked"])
     first, second = case_evaluations(tmp)
     assert first == second
     for said in values(on_ranks(2, {"": (case_evaluations, dict(tmp=tmp))}), ""):
@@ -114,7 +213,7 @@ def test_contract_random_numbers_of_an_evaluation_are_the_same_each_time(tmp, mo
 
 
 def test_contract_a_model_that_is_not_causal_trains_and_is_not_sampled_from(tmp, models):
-    shutil.copy(os.path.join(HERE, "tests", "masked.py"), models)
+    (models / "masked.py").write_text(FILES["masked"])
     assert len(run_training(tmp, "masked-run", model="masked", max_iters=1)) == 1
     line = refused(sample.main, [f"--out_dir={tmp}/masked-run", "--device=cpu", "--dtype=float32"])
     assert "model=masked" in line and "causal = False" in line

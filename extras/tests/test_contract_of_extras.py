@@ -1,6 +1,6 @@
 """
-The contract of a model file (tests/test_contract.py), asked of llama.py and moe.py, and one test
-more: a plan of the model counts the bytes that there are.
+The contract of a model file (tests/test_contract.py), asked of llama.py, and one test more: a plan
+of the model counts the bytes that there are.
 
     python -m pytest -q extras/tests/test_contract_of_extras.py
     python -m pytest -q extras/tests/test_contract_of_extras.py --model=NAME --ranks    # of yours
@@ -9,11 +9,10 @@ more: a plan of the model counts the bytes that there are.
 import formulas
 import pytest
 from test_contract import (  # noqa: F401  pytest finds them here
-    ask,
     pytest_generate_tests,
     small,
-    sound,
     test_contract_modes,
+    test_contract_of_each_build,
     test_contract_of_the_file,
     test_contract_resume,
 )
@@ -25,10 +24,9 @@ from ranks import World
 
 pytestmark = pytest.mark.slow
 
-USUAL = ["llama", "moe"]  # without --model
+USUAL = ["llama"]  # without --model
 
 
-@pytest.mark.usefixtures("sound")
 def test_contract_plan(tmp, model):
     """A rehearsed step keeps the parameters and gradients that there are."""
     world = World(size=2, local_size=2)
@@ -37,6 +35,5 @@ def test_contract_plan(tmp, model):
     timeline, marks, *_ = rehearse(cfg, world)
     where = {name: n for n, name in marks}
     _, parameters, _, gradients, *_ = timeline[where["optimizer"]]
-    ask(parameters == device["parameters"], "the plan counts other parameters than there are")
-    ask(gradients == pytest.approx(device["gradients"], rel=0.02),
-        "in the plan's step the gradients are others than the parameters'")
+    assert parameters == device["parameters"]
+    assert gradients == pytest.approx(device["gradients"], rel=0.02)
