@@ -1,12 +1,10 @@
 """
-minimal.py, docs/own_model.py and every config work. What train.py takes on a machine with few GPUs
-is in test_ranks.py.
+minimal.py and docs/own_model.py compute what plain PyTorch computes, and every config runs.
 
     python -m pytest -q tests/test_readme.py
 """
 
 import ast
-import math
 import os
 import re
 import shutil
@@ -15,8 +13,7 @@ from glob import glob
 
 import pytest
 import torch
-from commands import read
-from harness import HERE, flags, launch, python, script
+from harness import HERE, flags, launch, script, torchrun
 
 from configurator import load_config
 from model import GPT, GPTConfig
@@ -24,10 +21,12 @@ from model import GPT, GPTConfig
 CONFIGS = sorted(glob("*.py", root_dir=os.path.join(HERE, "config")))
 SHORT = flags(max_iters=2, eval_interval=2, eval_iters=1, n_layer=2, n_head=2, n_embd=16,
               block_size=16, batch_size=1, device="cpu", dtype="float32", compile=False)
+OWN = os.path.join(HERE, "docs", "own_model.py")
 
 
-# -----------------------------------------------------------------------------
-# minimal.py
+def text_of(path):
+    with open(os.path.join(HERE, path)) as f:
+        return f.read()
 
 
 @pytest.mark.parametrize("path, args, env, said", [
@@ -40,38 +39,25 @@ def test_readme_mistakes_with_the_small_programs_are_one_line(path, args, env, s
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and said in p.stderr
 
 
-def test_own_model_with_too_few_gpus_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    p = script("docs/own_model.py", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    assert (p.returncode, p.stderr) == (1, "each process needs a GPU, and 1 are here\n")
-
-
 def launched(n, cwd, program, *args):
-    """A program under torchrun, on CPUs: test_commands.py runs README's on what there is."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    env = dict(CUDA_VISIBLE_DEVICES="")
-    p = python(*launcher, program, *args, cwd=cwd, env=env, timeout=500)  # to compile takes long
+    """A program under torchrun, on CPUs."""
+    p = torchrun(n, program, *args, cwd=cwd, env=dict(CUDA_VISIBLE_DEVICES=""), timeout=500)
     noise = p.stderr.replace("UserWarning: TypedStorage is deprecated", "")  # torch 2.9's own
     assert p.returncode == 0 and "Warning" not in noise, p.stderr
     return p
 
 
+# -----------------------------------------------------------------------------
+# minimal.py
+
+
 def test_minimal_trains_as_one_process(tmp_path):
     """It prints what plain PyTorch computes, and its checkpoint has those weights."""
-    whole = read("minimal.py")
+    whole = text_of("minimal.py")
     assert "range(101)" in whole
     (tmp_path / "short.py").write_text(whole.replace("range(101)", "range(21)"))
     p = launched(3, tmp_path, "short.py")
-    model = GPT(GPTConfig(block_size=64, vocab_size=256, n_layer=4, n_head=4, n_embd=128))
-    rows = sum(math.ceil(len(q) / 3) * q[0].numel() for q in model.parameters())
-    block = sum(q.numel() for q in model.blocks[1].parameters())
-    root = (256 + 64 + 1) * 128  # tokens, positions, the last norm
-    total = sum(q.numel() for q in model.parameters())
     assert "512 rows, and rank 0 of 3 keeps 171 of them" in p.stdout
-    assert f"keeps {rows:,} of {total:,} parameters, on cpu" in p.stdout
-    assert f"{block + root:,} whole" in p.stdout
-
     losses, expected = plain_minimal()
     printed = [float(text) for text in re.findall(r"loss (\S+)", p.stdout)]
     assert printed == pytest.approx(losses[::20], abs=6e-4)  # it prints three digits
@@ -104,12 +90,9 @@ def plain_minimal():
 # -----------------------------------------------------------------------------
 # docs/own_model.py
 
-OWN = os.path.join(HERE, "docs", "own_model.py")
-
-
 def plain_own(steps):
     """Its model in plain PyTorch, on whole batches: (losses, share of new images right, model)."""
-    code = ast.parse(read("docs/own_model.py"))
+    code = ast.parse(text_of("docs/own_model.py"))
     own = {"__name__": "own", "rank": 0, "size": 1, "device": "cpu"}
     kept = [node for node in code.body if isinstance(node, (ast.ImportFrom, ast.ClassDef))
             or getattr(node, "name", "") == "images_of" or ast.unparse(node) == "import torch"]
@@ -142,8 +125,7 @@ def own_run(n, cwd, *args):
 
 
 def test_own_model_trains_as_plain_pytorch(tmp_path):
-    """On two ranks, then on three from their checkpoint, with whole weights in the end. (README's
-    commands, a slow test, run it without sharding too.)"""
+    """On two ranks, then on three from their checkpoint, with whole weights in the end."""
     expected, right, model = plain_own(20)
     losses, _ = own_run(2, tmp_path, "--steps=10", "--save=saved")
     more, found = own_run(3, tmp_path, "--steps=20", "--save=saved", "--resume=saved/step-10")
@@ -158,28 +140,33 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     assert not saved
 
 
+def changed_own(path, before, after, *args):
+    """Run a copy with another line, in this process."""
+    code = text_of("docs/own_model.py").replace("__file__", repr(OWN))
+    assert before in code
+    path.write_text(code.replace(before, after))
+    return script(str(path), *args)
+
+
 def test_own_model_saves_no_step_that_is_not_finite(tmp_path):
     """The last one is checked too, whatever its number."""
-    code = read("docs/own_model.py").replace("__file__", repr(OWN))
-    assert "lr=1e-3" in code
-    (tmp_path / "steep.py").write_text(code.replace("lr=1e-3", "lr=float('inf')"))
-    p = script(str(tmp_path / "steep.py"), "--steps=3", f"--save={tmp_path}/saved")
+    p = changed_own(tmp_path / "steep.py", "lr=1e-3", "lr=float('inf')",
+                    "--steps=3", f"--save={tmp_path}/saved")
     assert p.returncode == 1 and "step 3: a gradient is not finite" in p.stderr
     assert not (tmp_path / "saved").exists()
 
 
 def test_own_model_with_more_state_than_tensors(tmp_path):
     """It is in a checkpoint, and not in the file of whole weights."""
-    code = read("docs/own_model.py").replace("__file__", repr(OWN))
+    forward = "    def forward(self, images)"
     own = (
         "    def get_extra_state(self):\n        return {'seen': 3}\n\n"
         "    def set_extra_state(self, state):\n        assert state == {'seen': 3}\n\n")
-    (tmp_path / "more.py").write_text(code.replace("    def forward(self, images)", (
-        own + "    def forward(self, images)")))
-    p = script(str(tmp_path / "more.py"), "--steps=2", f"--save={tmp_path}/saved")
-    assert p.returncode == 0, p.stderr
-    p = script(str(tmp_path / "more.py"), "--steps=3", f"--resume={tmp_path}/saved/step-2")
-    assert p.returncode == 0 and "step 3" in p.stdout, p.stderr
+    for more in (["--steps=2"], ["--steps=3", f"--resume={tmp_path}/saved/step-2"]):
+        p = changed_own(tmp_path / "more.py", forward, own + forward,
+                        f"--save={tmp_path}/saved", *more)
+        assert p.returncode == 0, p.stderr
+    assert "step 3" in p.stdout
     whole = torch.load(tmp_path / "saved/weights.pt")
     assert all(map(torch.is_tensor, whole.values())) and "head.weight" in whole
 

@@ -1,76 +1,127 @@
 """
-Every command in a ```sh or ```text block of README.md and docs/, as a reader types it: taken from
-the page, in the page's order, by a shell in one clone whose path has a space, with the real
-launcher, and without PYTHONPATH or OMP_NUM_THREADS. Flags at its end, and nothing else, make it
-small. What a page shows as its output must be in its output.
+Every `sh` block of README.md, docs/ and extras/docs/, as a reader types it: taken from the page, in
+the page's order, by a shell in one clone whose path has a space, with the real launcher, and
+without PYTHONPATH or OMP_NUM_THREADS. ADDED has flags that make a command small, at its end; what
+has no row there, and none in NOT_RUN, runs as it is. What a page shows right under the block must
+be in its output: the same words, and the same numbers where nothing was added.
 
     python -m pytest -q tests/upstream/test_commands.py
-
-RULES says how each is run. The pages of extras/ have rules of their own, beside its tests.
 """
 
+import os
 import re
+import shutil
+import sys
+from glob import glob
 
 import pytest
-from commands import SAMPLE, SIZE, Run, make_clone, pages, read, rule_of, run_page, shown, trains
-from harness import flags, read_ckpt
+import torch
+from harness import HERE, copied, shell
 
-from configurator import load_config, resolve
-from ranks import World
-
-BENCH = flags(**SIZE, device="cpu", dtype="float32")
-RULES = [  # (a part of commands, what to do with them); the first that fits; None: not here
-    ("venv", None), ("pip install", None), ("python -m pytest", None),  # .ci/run, test_contract.py
-    ("data/openwebtext", None),  # it loads from the hub
-    ("out-b", None),  # its names stand for others
-    ("NCCL_", None),  # test_cuda.py trains with these, on one GPU
-    ("--nnodes", None), ("TORCH_DISABLE", None),  # two nodes: test_faults.py restarts them
-    ("SLURM_", None), ("sbatch", None),
-    ("$A", None),  # 13B: test_commands_for_fairseqs_two_resolve
-    ("nadam", None), ("=rotary", None), ("gpt2+scale", None),  # test_fork.py has the page's files
-    ("my_chats", None),  # extras/docs/finetuning.md has it
-    ("minimal.py", Run(exact="2")),
-    ("own_model.py", Run(["--steps=10"])),
-    ("prepare.py", Run()),
-    ("sample.py", SAMPLE),
-    ("extras.plan", Run(exact="2", needs="extras")),
-    ("extras.to_full", Run()),
-    ("--profile", Run(["--steps=1", *BENCH], needs="extras")),
-    ("extras.bench", Run(["--steps=1", "--gradient_accumulation_steps=2", *BENCH], needs="extras")),
-    ("init_from=resume", trains(4)),
-    ("init_from=auto", trains(6)),
-    ("shakespeare_char.py", trains(dataset="python_stdlib")),
-    ("hybrid_shard", trains(gradient_accumulation_steps=4)),
-    ("train.py", trains(shows="step")),
-]
+TUNING = "extras/docs/finetuning.md"
+NOT_RUN = {  # a part of commands: why
+    "-m venv": ".ci/run runs the installation and the tests", "-m pytest": "a test of its own",
+    "data/openwebtext": "it loads from the hub"}
+SIZE = ("--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_size=1 --compile=False "
+        "--device=cpu --dtype=float32")
+STEPS = SIZE + " --eval_iters=1 --log_interval=1 --max_iters={0} --eval_interval={0}"
+ADDED = {  # a part of commands: flags; the first that fits
+    "own_model.py": "--steps=10",
+    "sample.py": "--max_new_tokens=5 --num_samples=1 --device=cpu",
+    "--tokens=1e9": "", "--events": "", "extras.plan": "--n_layer=2",
+    "extras.bench": f"--steps=1 --gradient_accumulation_steps=2 {SIZE}",
+    "finetune_smollm2.py": (
+        "--max_iters=2 --eval_interval=2 --eval_iters=9 --block_size=32 --batch_size=2 "
+        "--gradient_accumulation_steps=2 --compile=False --device=cpu --dtype=float32"),
+    "=resume": STEPS.format(4), "=auto": STEPS.format(6),
+    "shakespeare_char.py": f"{STEPS.format(3)} --dataset=python_stdlib",
+    "train.py": STEPS.format(3)}
 
 
-def test_commands_have_a_rule():
-    for page in pages():
-        for command, _ in shown(page):
-            rule_of(command, RULES)
+def read(page):
+    with open(os.path.join(HERE, page), encoding="utf-8") as f:
+        return f.read()
+
+
+# A block, and what is shown under it; or a row of plan.md's table, which has the plan's flags.
+BLOCK = re.compile(
+    r"^```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```)?|^\| `(extras/config/.*?)`", re.M | re.S)
+PAGES = ["README.md", *sorted(glob("docs/*.md", root_dir=HERE)),
+         *sorted(glob("extras/docs/*.md", root_dir=HERE))]
+BLOCKS = {f"{page} {i}": (page, *groups)
+          for page in PAGES for i, groups in enumerate(BLOCK.findall(read(page)))}
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    return make_clone(tmp_path_factory.mktemp("a reader"))
+    here = copied(tmp_path_factory.mktemp("a reader") / "a clone")
+    (here / "notes").mkdir()
+    for i in range(2):
+        (here / "notes" / f"{i}.txt").write_text(read("model.py"))
+    typed(here, "python data/python_stdlib/prepare.py")
+    return here
+
+
+@pytest.fixture(scope="module")
+def from_hub(clone):
+    """What finetuning.md begins with: a model and its tokenizer as the hub would have them."""
+    from test_hf_tokenizer import make
+    from test_huggingface import make_hf
+    from test_learn import CHATML, chats
+    from test_prepare import write_jsonl
+
+    instruct = clone / "HuggingFaceTB/SmolLM2-135M-Instruct"
+    base = clone / "HuggingFaceTB/SmolLM2-135M"
+    instruct.parent.mkdir()
+    size = make(instruct, CHATML).get_vocab_size()
+    make_hf(base, "smollm2", vocab_size=size, eos_token_id=1, bos_token_id=0)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(instruct / file, base)
+    write_jsonl(clone / "chats.jsonl", [{"messages": chats(i)} for i in range(99)])
+    [recipe] = re.findall(r"^```python\n(import json.*?)^```", read("docs/data.md"), re.M | re.S)
+    (clone / "chats.py").write_text(recipe)
+
+
+def typed(clone, line):
+    """What a shell in the clone prints to it."""
+    kinder = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONFAULTHANDLER")
+    without = [word for key in kinder for word in ("-u", key)]
+    path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
+    p = shell("env", *without, f"PATH={path}", "bash", "-c", line, cwd=clone, timeout=300)
+    assert p.returncode == 0, f"{line}\n{p.stdout}\n{p.stderr}"
+    return p.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages())
-def test_commands_run_as_they_stand_on_the_page(clone, page):
-    run_page(clone, page, RULES)
-    if page == "README.md":  # to_full had a sharded one to make the full one of
-        out = clone / "out-quickstart"
-        assert (out / "step-000000006" / "header.json").exists()
-        assert read_ckpt(out)["iter_num"] == 6
+@pytest.mark.parametrize("page, block, shown, row", BLOCKS.values(), ids=BLOCKS)
+def test_commands_run_as_they_stand_on_the_page(clone, request, page, block, shown, row):
+    if page == TUNING:
+        request.getfixturevalue("from_hub")
+    block = f"python -m extras.plan {row}" if row else re.sub(r"\\\n\s*", "", block)
+    out, exact = "", True
+    for command in block.splitlines():
+        if not any(part in command for part in NOT_RUN):
+            added = next((flags for part, flags in ADDED.items() if part in command), "")
+            exact = exact and not added
+            out += typed(clone, f"{command} {added}")
+    if torch.cuda.is_available():  # the pages show a CPU's
+        return
+    left = iter(out.splitlines())
+    for line in filter(str.strip, shown.splitlines()):
+        assert any(has(printed, line, exact) for printed in left), f"no {line!r} in\n{out}"
 
 
-def test_commands_for_fairseqs_two_resolve():
-    page = read("docs/migration.md")
-    [keys] = re.findall(r'^A="(.*?)"$', page, re.M | re.S)
-    for n in ("1", "8"):
-        assert f"nproc_per_node={n} train.py $A --gradient_accumulation_steps={n}\n" in page
-        argv = [*keys.split(), f"--gradient_accumulation_steps={n}", "--device=cpu"]
-        cfg = resolve(load_config(argv), World(size=int(n), local_size=int(n)), True)
-        assert (cfg.dtype, cfg.cpu_offload, cfg.loss_scale) == ("float16", 1.0, 4.0)
+def has(printed, line, exact):
+    """Its words in their order, maybe with columns that the page leaves out."""
+    if not exact:
+        printed, line = (re.sub(r"[\d,.]*\d", "N", text) for text in (printed, line))
+    words = iter(printed.split())
+    return all(word in words for word in line.split())
+
+
+@pytest.mark.slow
+def test_commands_of_finetuning_end_in_a_model_that_transformers_loads(clone):
+    [program] = re.findall(r"^```python\n(.*?)^```", read(TUNING), re.M | re.S)
+    (clone / "page.py").write_text(program)
+    assert "Hi" in typed(clone, "python page.py")
+    assert '"eos_token_id": [\n    5,\n    1' in (clone / "my_model/config.json").read_text()

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import test_contract as contract
 import torch
-from commands import read
 from harness import (
+    HERE,
     arguments,
     assert_same_weights,
     built,
@@ -35,10 +35,13 @@ import train
 from model import normal
 from ranks import World
 
+with open(os.path.join(HERE, "docs", "fork.md")) as f:
+    PAGE = f.read()
+
 
 def shown(name):
     """The page's Python block that has this name in it."""
-    blocks = re.findall(r"^```python\n(.*?)^```", read("docs/fork.md"), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     [block] = [block for block in blocks if name in block]
     return block
 
@@ -53,7 +56,7 @@ def walked(tmp_path_factory):
     for name, word in FILES.items():
         (copy / f"{name}.py").write_text(shown(word))
     code = {path: (copy / path).read_text() for path in ("train.py", "configurator.py")}
-    for diff in re.findall(r"^```diff\n(.*?)^```", read("docs/fork.md"), re.M | re.S):
+    for diff in re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S):
         before = re.sub(r"^(\+.*\n|[ -])", "", diff, flags=re.M)
         [path] = [path for path in code if code[path].count(before) == 1]
         code[path] = code[path].replace(before, re.sub(r"^(-.*\n|[ +])", "", diff, flags=re.M))
@@ -90,7 +93,7 @@ def test_fork_a_rotary_buffer_that_is_no_constant_in_fp32_is_said(tmp, models, p
     ("test_metrics.py", "column", 1)])
 def test_fork_the_walks_own_tests_pass(walked, end, some, passed):
     """Some of them."""
-    commands = re.findall(r"^python -m (pytest .*)", read("docs/fork.md"), re.M)
+    commands = re.findall(r"^python -m (pytest .*)", PAGE, re.M)
     [command] = [line for line in commands if line.endswith(end)]
     env = {"PYTHONPATH": str(walked)}
     p = python("-m", *command.split(), "-k", some, cwd=walked, env=env, timeout=300)
