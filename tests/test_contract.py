@@ -17,21 +17,12 @@ import os
 import random
 from dataclasses import fields, replace
 
+import harness
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    WAYS,
-    arguments,
-    on_ranks,
-    plain_model,
-    plain_training,
-    read_ckpt,
-    run_compiled,
-    run_training,
-    values,
-)
+from harness import plain_model, read_ckpt, run_training, values
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +49,7 @@ def pytest_generate_tests(metafunc):
         KEYS["optimizer"] = option("--optimizer")[-1]
     if "model" in metafunc.fixturenames:
         models = option("--model") or metafunc.module.USUAL
-        trains = metafunc.function in (test_contract_modes, test_contract_resume)
+        trains = metafunc.function in TRAIN
         # test_fsdp.py trains gpt2.
         if trains and (option("--model") or models == ["gpt2"]) and not option("--ranks"):
             models = []
@@ -68,7 +59,7 @@ def pytest_generate_tests(metafunc):
 def small(tmp, model, **overrides):
     """The config of a small run, by way of flags, as a user's."""
     keys = {**KEYS, "model": model, "vocab_size": 67, **overrides}
-    return load_config(arguments(tmp, "out", **keys))
+    return load_config(harness.arguments(tmp, "out", **keys))
 
 
 def is_causal(cfg):
@@ -205,9 +196,7 @@ def causality(cfg):
         logits, loss = model(X.where(kept, 66 - X), Y.where(counted, -1))
         return logits[counted] if is_causal(cfg) and logits is not None else loss
 
-    for i in range(3):
-        row = torch.zeros_like(ALL)
-        row[i] = True
+    for row in torch.eye(3).bool()[..., None].expand(3, 3, 16):  # (3, 16), one row of it True
         assert close(answer(row, row), answer(ALL, row), 1e-6), (
             "forward mixes the rows of a batch, or the loss counts rows whose targets are all -1")
     if is_causal(cfg):
@@ -335,7 +324,7 @@ def assert_kept(tmp, model):
 
 MODES = {  # name: (ranks, keys)
     "single": (1, dict(strategy="single")),
-    **{keys["strategy"]: (n, keys) for n, keys in WAYS.values()},
+    **{keys["strategy"]: (n, keys) for n, keys in harness.WAYS.values()},
     "ddp-3": (3, DDP),
     "full-checkpointing": (3, dict(ZERO3, **FULL, activation_offload=True, wrap_min_params=1000)),
     "compiled-ddp": (2, dict(DDP, **FULL, compile=True)),
@@ -350,26 +339,33 @@ def runs_of(tmp, model, world):
     cases = {}
     for name, (size, keys) in MODES.items():
         if size == world:
-            function = run_compiled if "compile" in keys else run_training
+            function = harness.run_compiled if "compile" in keys else run_training
             cases[name] = function, dict(own, name=f"{model}-{name}", **keys)
 
     # 6 steps; and 2, then 2 more, then 2 more on the 3 ranks that go on from what 2 ranks leave.
     if "dropout" in configurator.keys_of(model):
         own.update(dropout=0.1)
     if world == 2:
+        cases["values"] = first_values, own
         cases["whole"] = run_training, dict(own, name=f"{model}-whole", max_iters=6)
     if world == 3:
         runs_of(tmp, model, 2)
     for end in {2: (2, 4), 3: (6,)}.get(world, ()):
         part = dict(own, name=f"{model}-parts", checkpoint="sharded", init_from="auto")
         cases[f"until-{end}"] = run_training, dict(part, max_iters=end)
-    return on_ranks(world, cases)
+    return harness.on_ranks(world, cases)
+
+
+def first_values(tmp, model, **keys):
+    """{name: the sum of its parameter's first values}"""
+    named = plain_model(small(tmp, model, **keys)).named_parameters()
+    return {name: p.double().sum().item() for name, p in named}
 
 
 @functools.cache
 def expected_of(tmp, model):
     """What plain PyTorch gives, with its AdamW. Of another optimizer: what one process does."""
-    *expected, counts = plain_training(small(tmp, model, strategy="single"))
+    *expected, counts = harness.plain_training(small(tmp, model, strategy="single"))
     if "optimizer" in KEYS:
         rows = run_training(tmp, f"{model}-alone", model=model, **KEYS)
         expected = [[row[key] for row in rows] for key in ("loss", "grad_norm")]
@@ -400,3 +396,13 @@ def test_contract_resume(tmp, model):
     parts = [row["loss"] for row in values(runs_of(tmp, model, 3), "until-6")[0]]
     assert parts[:4] == whole[:4]
     assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_contract_first_values(tmp, model):
+    """What initial_value returns is the same in other processes, where hash(name) is not."""
+    here = first_values(tmp, model, **KEYS)
+    assert values(runs_of(tmp, model, 2), "values") == [here, here]
+
+
+TRAIN = test_contract_modes, test_contract_resume, test_contract_first_values

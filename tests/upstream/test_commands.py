@@ -12,16 +12,16 @@ import os
 import re
 import shutil
 import sys
-from glob import glob
+from pathlib import Path
 
+import harness
 import pytest
 import torch
-from harness import HERE, copied, shell
 
-TUNING = "extras/docs/finetuning.md"
+HERE = Path(harness.HERE)
+TUNING = HERE / "extras/docs/finetuning.md"
 NOT_RUN = {  # a part of commands: why
-    "-m venv": ".ci/run runs the installation and the tests", "-m pytest": "a test of its own",
-    "data/openwebtext": "it loads from the hub"}
+    "-m venv": ".ci/run does", "-m pytest": "a test", "data/openwebtext": "it needs the hub"}
 SIZE = ("--n_layer=2 --n_head=2 --n_embd=16 --block_size=16 --batch_size=1 --compile=False "
         "--device=cpu --dtype=float32")
 STEPS = SIZE + " --eval_iters=1 --log_interval=1 --max_iters={0} --eval_interval={0}"
@@ -37,27 +37,23 @@ ADDED = {  # a part of commands: flags; the first that fits
     "shakespeare_char.py": f"{STEPS.format(3)} --dataset=python_stdlib",
     "train.py": STEPS.format(3)}
 
-
-def read(page):
-    with open(os.path.join(HERE, page), encoding="utf-8") as f:
-        return f.read()
-
-
-# A block, and what is shown under it; or a row of plan.md's table, which has the plan's flags.
+# A block, and what is shown right under it; or a row of plan.md, whose table is for extras.plan.
 BLOCK = re.compile(
     r"^```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```)?|^\| `(extras/config/.*?)`", re.M | re.S)
-PAGES = ["README.md", *sorted(glob("docs/*.md", root_dir=HERE)),
-         *sorted(glob("extras/docs/*.md", root_dir=HERE))]
-BLOCKS = {f"{page} {i}": (page, *groups)
-          for page in PAGES for i, groups in enumerate(BLOCK.findall(read(page)))}
+PAGES = [HERE / "README.md", *sorted(HERE.glob("docs/*.md"))]
+PAGES += sorted(HERE.glob("extras/docs/*.md"))
+BLOCKS = [
+    (page, block or f"python -m extras.plan {row}", shown)
+    for page in PAGES for block, shown, row in BLOCK.findall(page.read_text())
+    if block or page.name == "plan.md"]
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    here = copied(tmp_path_factory.mktemp("a reader") / "a clone")
+    here = harness.copied(tmp_path_factory.mktemp("a reader") / "a clone")
     (here / "notes").mkdir()
     for i in range(2):
-        (here / "notes" / f"{i}.txt").write_text(read("model.py"))
+        shutil.copy(here / "model.py", here / f"notes/{i}.txt")
     typed(here, "python data/python_stdlib/prepare.py")
     return here
 
@@ -78,8 +74,11 @@ def from_hub(clone):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(instruct / file, base)
     write_jsonl(clone / "chats.jsonl", [{"messages": chats(i)} for i in range(99)])
-    [recipe] = re.findall(r"^```python\n(import json.*?)^```", read("docs/data.md"), re.M | re.S)
-    (clone / "chats.py").write_text(recipe)
+    (clone / "chats.py").write_text(program_of(HERE / "docs/data.md", "import json"))
+
+
+def program_of(page, start):
+    return re.search(rf"^```python\n({start}.*?)^```", page.read_text(), re.M | re.S)[1]
 
 
 def typed(clone, line):
@@ -87,27 +86,27 @@ def typed(clone, line):
     kinder = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONFAULTHANDLER")
     without = [word for key in kinder for word in ("-u", key)]
     path = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
-    p = shell("env", *without, f"PATH={path}", "bash", "-c", line, cwd=clone, timeout=300)
+    command = ("env", *without, f"PATH={path}", "bash", "-c", line)
+    p = harness.shell(*command, cwd=clone, timeout=300)
     assert p.returncode == 0, f"{line}\n{p.stdout}\n{p.stderr}"
     return p.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page, block, shown, row", BLOCKS.values(), ids=BLOCKS)
-def test_commands_run_as_they_stand_on_the_page(clone, request, page, block, shown, row):
+@pytest.mark.parametrize(
+    "page, block, shown", BLOCKS, ids=[f"{page.name} {i}" for i, (page, *_) in enumerate(BLOCKS)])
+def test_commands_run_as_they_stand_on_the_page(clone, request, page, block, shown):
     if page == TUNING:
         request.getfixturevalue("from_hub")
-    block = f"python -m extras.plan {row}" if row else re.sub(r"\\\n\s*", "", block)
-    out, exact = "", True
-    for command in block.splitlines():
+    out = ""
+    exact = not torch.__version__.startswith("2.9.")  # whose plans differ by 0.2%
+    for command in re.sub(r"\\\n\s*", "", block).splitlines():
         if not any(part in command for part in NOT_RUN):
             added = next((flags for part, flags in ADDED.items() if part in command), "")
             exact = exact and not added
             out += typed(clone, f"{command} {added}")
-    if torch.cuda.is_available():  # the pages show a CPU's
-        return
     left = iter(out.splitlines())
-    for line in filter(str.strip, shown.splitlines()):
+    for line in shown.splitlines() if not torch.cuda.is_available() else []:  # it is a CPU's
         assert any(has(printed, line, exact) for printed in left), f"no {line!r} in\n{out}"
 
 
@@ -121,7 +120,6 @@ def has(printed, line, exact):
 
 @pytest.mark.slow
 def test_commands_of_finetuning_end_in_a_model_that_transformers_loads(clone):
-    [program] = re.findall(r"^```python\n(.*?)^```", read(TUNING), re.M | re.S)
-    (clone / "page.py").write_text(program)
+    (clone / "page.py").write_text(program_of(TUNING, "from transformers"))
     assert "Hi" in typed(clone, "python page.py")
     assert '"eos_token_id": [\n    5,\n    1' in (clone / "my_model/config.json").read_text()
