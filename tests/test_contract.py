@@ -291,7 +291,7 @@ def test_contract_of_each_build(tmp, model, build):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ours = train.meta_model(cfg)
-        wrapped = train.parallelize(ours, cfg, World())
+        wrapped, _ = train.build(ours, cfg, World())
         for name, p in ours.named_parameters():
             fsdp.write_full(p, plain.get_parameter(name).detach())
         found = loss_and_gradients(ours, wrapped, cfg)

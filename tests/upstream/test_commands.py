@@ -74,11 +74,13 @@ def from_hub(clone):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(instruct / file, base)
     write_jsonl(clone / "chats.jsonl", [{"messages": chats(i)} for i in range(99)])
-    (clone / "chats.py").write_text(program_of(HERE / "docs/data.md", "import json"))
+    (clone / "chats.py").write_text(program("import json, functools"))
 
 
-def program_of(page, start):
-    return re.search(rf"^```python\n({start}.*?)^```", page.read_text(), re.M | re.S)[1]
+def program(start):
+    """The pages' Python block that begins so."""
+    text = "".join(page.read_text() for page in PAGES)
+    return re.search(rf"^```python\n({start}.*?)^```", text, re.M | re.S)[1]
 
 
 def typed(clone, line):
@@ -120,6 +122,6 @@ def has(printed, line, exact):
 
 @pytest.mark.slow
 def test_commands_of_finetuning_end_in_a_model_that_transformers_loads(clone):
-    (clone / "page.py").write_text(program_of(TUNING, "from transformers"))
+    (clone / "page.py").write_text(program("from transformers"))
     assert "Hi" in typed(clone, "python page.py")
     assert '"eos_token_id": [\n    5,\n    1' in (clone / "my_model/config.json").read_text()
