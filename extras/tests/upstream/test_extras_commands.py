@@ -69,7 +69,7 @@ def clone(tmp_path_factory):
         shutil.copy(instruct / file, base)
     write_jsonl(here / "chats.jsonl", [{"messages": chats(i)} for i in range(99)])
     (here / "chats.py").write_text(re.search(  # the page's recipe
-        r"^```python\n(import json.*?)^```", read("docs/data.md"), re.M | re.S)[1])
+        r"^```python\n(import json.*?)^```", read("extras/docs/masks.md"), re.M | re.S)[1])
     return here
 
 
