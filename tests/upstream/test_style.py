@@ -1,19 +1,12 @@
 """
-This repository's own pages and keys: its pages say what the code says. A fork deletes this
-directory.
+This repository's own code and keys. A fork deletes this directory.
 
     python -m pytest -q tests/upstream/test_style.py
 """
 
 import pytest
-from commands import pages, require_links
 from harness import HERE, python
 from test_config import keys, require_read_and_tested, text_of
-
-
-@pytest.mark.parametrize("page", pages())
-def test_readme_links_point_to_what_exists(page):
-    require_links(page)
 
 
 def test_readme_ruff_passes():

@@ -16,7 +16,6 @@ from commands import (
     make_clone,
     pages,
     read,
-    require_links,
     rule_of,
     run_page,
     shown,
@@ -44,11 +43,6 @@ def test_commands_of_extras_have_a_rule():
     for page in pages(of_extras=True):
         for command, _ in shown(page):
             rule_of(command, RULES)
-
-
-@pytest.mark.parametrize("page", pages(of_extras=True))
-def test_links_of_extras_point_to_what_exists(page):
-    require_links(page)
 
 
 @pytest.fixture(scope="module")
