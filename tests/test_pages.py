@@ -18,8 +18,8 @@ OF_EXTRAS = sorted(glob("extras/docs/*.md", root_dir=HERE))
 DELETED = ("extras", "tests/upstream")  # maybe
 # Keys and values that only files in extras/ know.
 OPTIONS = r"cuda_graph|model=llama|optimizer=muon|\+lora\b|\+float8\b"
-# Files that a page has its reader write; files and flags of other programs.
-WRITTEN = "NAME.py OTHER.py mine.py chats.py rotary.py zloss.py nadam.py zero_to_fp32.py".split()
+# Files that a page has its reader write, and those of DELETED; flags of other programs.
+WRITTEN = "NAME.py OTHER.py mine.py rotary.py zloss.py nadam.py recorded.py test_commands.py".split()
 FOREIGN = "nodes time output signal dependency tee".split()
 
 
