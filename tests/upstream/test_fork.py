@@ -6,15 +6,13 @@ docs/fork.md's code, as it stands on the page, and a model with a frozen part.
 
 import os
 import re
-from unittest.mock import patch
 
 import pytest
 import test_contract as contract
 import torch
-from commands import read
 from harness import (
+    HERE,
     arguments,
-    assert_same_weights,
     built,
     copied,
     on_ranks,
@@ -31,10 +29,13 @@ import metrics
 import train
 from ranks import World
 
+with open(os.path.join(HERE, "docs", "fork.md")) as f:
+    PAGE = f.read()
+
 
 def shown(name):
     """The page's Python block that has this name in it."""
-    blocks = re.findall(r"^```python\n(.*?)^```", read("docs/fork.md"), re.M | re.S)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     [block] = [block for block in blocks if name in block]
     return block
 
@@ -49,7 +50,7 @@ def walked(tmp_path_factory):
     for name, word in FILES.items():
         (copy / f"{name}.py").write_text(shown(word))
     code = {path: (copy / path).read_text() for path in ("train.py", "configurator.py")}
-    for diff in re.findall(r"^```diff\n(.*?)^```", read("docs/fork.md"), re.M | re.S):
+    for diff in re.findall(r"^```diff\n(.*?)^```", PAGE, re.M | re.S):
         before = re.sub(r"^(\+.*\n|[ -])", "", diff, flags=re.M)
         [path] = [path for path in code if code[path].count(before) == 1]
         code[path] = code[path].replace(before, re.sub(r"^(-.*\n|[ +])", "", diff, flags=re.M))
@@ -86,7 +87,7 @@ def test_fork_a_rotary_buffer_that_is_no_constant_in_fp32_is_said(tmp, models, p
     ("test_metrics.py", "column", 1)])
 def test_fork_the_walks_own_tests_pass(walked, end, some, passed):
     """Some of them."""
-    commands = re.findall(r"^python -m (pytest .*)", read("docs/fork.md"), re.M)
+    commands = re.findall(r"^python -m (pytest .*)", PAGE, re.M)
     [command] = [line for line in commands if line.endswith(end)]
     env = {"PYTHONPATH": str(walked)}
     p = python("-m", *command.split(), "-k", some, cwd=walked, env=env, timeout=300)
@@ -129,30 +130,6 @@ def test_fork_the_changed_step_leaves_out_what_jumps(tmp, walked):
         rows = walked_run(tmp, walked, 2, strategy="full_shard", skip_above=limit)
         first, last = [row["val_loss"] for row in rows if "val_loss" in row]
         assert (first == last) == (limit < 1)
-
-
-class Averaging(torch.optim.AdamW):
-    def step(self, closure=None):
-        super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[p]
-            mean = state.setdefault("average", torch.zeros_like(p))
-            mean.lerp_(p.detach(), 0.5)
-
-
-def test_fork_a_checkpoint_of_the_average(tmp, monkeypatch):
-    """It has the averages as its weights, and another run begins with them."""
-    with patch.object(train, "make_optimizer", lambda model, cfg: Averaging(model.parameters())):
-        run_training(tmp, "out", max_iters=2)
-    monkeypatch.chdir(tmp)
-    exec(shown("average"), dict(torch=torch, os=os))
-    weights = read_ckpt("out-average")["model"]
-    trained = read_ckpt("out")
-    for i, name in enumerate(trained["param_names"]):
-        mean = trained["optimizer"]["state"][i]["average"]
-        assert weights[name].equal(mean) and not weights[name].equal(trained["model"][name])
-    run_training(tmp, "next", init_from="out-average", max_iters=1, learning_rate=0.0, min_lr=0.0)
-    assert_same_weights(read_ckpt("next")["model"], weights, 0)
 
 
 POSITIONS = """
