@@ -95,15 +95,15 @@ def test_pages_say_what_needs_something_that_a_fork_may_have_deleted(page):
 @pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])
 def test_pages_files_and_flags_are_here(page):
     files = glob("**/*.*", root_dir=HERE, recursive=True)
-    files = ["/" + path for path in files if not path.startswith(DELETED)]
-    code = "".join(read(path[1:]) for path in files if path.endswith(".py"))
+    code = "".join(read(path) for path in files if path.endswith(".py"))
+    stays = ["/" + path for path in files if not path.startswith(DELETED)]
     for title, text in sections(page):
         text = re.sub(r"https?:\S*", "", text)
         for path in re.findall(r"\w[\w/-]*\.(?:py|md|ipynb)\b", text):
             known = path in UNKNOWN or path.startswith(DELETED)
-            assert known or any(file.endswith("/" + path) for file in files), f"{title}: {path}"
-        if re.search(r"needs?\s+`extras/`", text):
-            continue
+            assert known or any(file.endswith("/" + path) for file in stays), f"{title}: {path}"
+        if not is_here("extras") and re.search(r"needs?\s+`extras/`", text):
+            continue  # its flags may be those of a program there
         for flag in re.findall(r"--([a-z_]+)=", text):
             # an option of argparse, a key of a run, or of a model
             known = re.search(rf"--{flag}\b|^    {flag}: ", code, re.M)
