@@ -142,6 +142,7 @@ class Model(model.GPT):
     def __init__(self, config):
         super().__init__(config)
         self.not_saved = ["transformer.wpe.weight"]
+        self.transformer.wpe.requires_grad_(False)
 
     def initial_value(self, name, shape, seed):
         if name in self.not_saved:
