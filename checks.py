@@ -75,7 +75,7 @@ def after_building(model, optimizer):
     or if a trained parameter's updates would be rounded, as after model.to(torch.bfloat16)."""
     refuse_rounding(model)
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    # If it is sharded, a forward has gathered those that are no DTensors.
+    # If it is sharded, a forward has gathered those that aren't DTensors.
     owned = {p for p in model.parameters() if isinstance(p, DTensor) or not is_sharded}
     for group in optimizer.param_groups:
         for p in group["params"]:

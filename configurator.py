@@ -53,8 +53,8 @@ class Keys:
     # --- files
     out_dir: str = "out"  # checkpoints and metrics.jsonl
     init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint),
-    #   another run's out_dir, to take its weights, or a model in Hugging Face format:
-    #   gpt2[-medium|-large|-xl], another hub name, a directory;
+    #   another run's out_dir, to take its weights, or a model in Hugging Face format
+    #   (extras/huggingface.py): gpt2[-medium|-large|-xl], another hub name, a directory;
     #   a longer context is cut to block_size
     checkpoint: Literal["full", "sharded", "none"] = "full"  # full: one portable ckpt.pt.
     #   sharded: a directory where each rank writes its rows, for models too large for one host.
@@ -87,7 +87,7 @@ class Keys:
     optimizer: str = "adamw"  # or NAME, which is NAME.py or extras/NAME.py: see optimizer.py;
     #   extras/ has muon: for the blocks' matrices, AdamW elsewhere
     momentum: float = 0.95  # extras/muon.py's
-    learning_rate: float = 6e-4  # the peak, for AdamW and Muon
+    learning_rate: float = 6e-4  # the peak
     max_iters: int = 600000  # steps
     weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
     beta1: float = 0.9

@@ -31,8 +31,8 @@ imports only torch (2.9 or later), so you can copy it into your own project:
     with inference(model):
         logits = model(x)  # on every rank, since a forward gathers
     # On every rank too: rank 0 gets tensors, the others None. A tied parameter comes under all its
-    # names, and buffers that are not persistent are here too. (A model may have a state_dict() of
-    # its own, with other things in it.)
+    # names, and buffers that are not persistent are here too. (state_dict() is not used: a model
+    # may have one of its own, which adds or leaves out.)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     state = {name: gather_full(t) for name, t in tensors}
     dist.destroy_process_group()  # gloo may abort here: rather dist.barrier(), then os._exit(0)

@@ -113,4 +113,4 @@ def allocate_state(optimizer):
                 p.grad = torch.zeros_like(p)
     optimizer.step()
     for p, grad in grads.items():
-        p.grad = grad  # under DDP it is a view of a bucket, which must stay
+        p.grad = grad  # the same tensor: under DDP it is a view of a bucket

@@ -105,7 +105,7 @@ def is_due(cfg, step, evaluated, improved):
 def remove_older(newest, keep):
     """Remove sharded checkpoints older than `newest`, including any that a kill left
     half-written, but the newest `keep` that are complete, or all of these with keep=0."""
-    # Leave higher numbers alone: they are damaged, or the run would have resumed them.
+    # Keep those of later steps. This run found them damaged when it resumed an older one.
     complete = [path for path in complete_steps(newest.parent) if path <= newest]
     for path in newest.parent.glob(STEP):
         if path < newest and path not in complete[-keep:]:
@@ -243,7 +243,7 @@ class Saver:
                 f"the last save in {self.cfg.out_dir} failed, as its line says: mend that, and "
                 "continue with --init_from=auto")
 
-    # --- what is not finite is not saved
+    # --- numbers that aren't finite are never saved
 
     def require_finite(self, loss, what, step):
         """SystemExit if the loss is NaN or infinite. All ranks have the same loss, so

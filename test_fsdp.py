@@ -48,8 +48,8 @@ import train
 from model import GPT, GPTConfig
 from optimizer import LossScaler
 
-# This file is a model file too: --model=test_fsdp is a GPT with a head of its own, which must stay
-# untied wherever tied parameters are tied again.
+# This file is a model file too: --model=test_fsdp is a GPT whose head is not tied. Code that ties
+# parameters again, as `allocate` does, must not tie this one.
 
 ModelConfig = GPTConfig
 

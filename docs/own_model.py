@@ -9,7 +9,7 @@ noise.
 Go on with another number of ranks. Or compute in bfloat16, and with less memory in less time:
 
     torchrun --standalone --nproc_per_node=2 docs/own_model.py --save=out-own
-    torchrun --standalone --nproc_per_node=3 docs/own_model.py --resume=out-own/step-40 --steps=60
+    torchrun --standalone --nproc_per_node=3 docs/own_model.py --save=out-own --resume --steps=60
     torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16 --checkpointing --fused
     torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16 --compile
 
@@ -18,7 +18,9 @@ docs/your_model.md says what FSDP2 asks of a model, and has recipes for what is 
 
 import argparse
 import os
+import shutil
 import sys
+from glob import glob
 
 import torch
 import torch.distributed as dist
@@ -39,10 +41,8 @@ parser.add_argument("--compile", action="store_true", help="compile each block")
 parser.add_argument("--fused", action="store_true", help="AdamW in one kernel, with no temporaries")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--save", help="a directory for checkpoints, and the whole weights")
-parser.add_argument("--resume", help="a checkpoint, such as out-own/step-40")
+parser.add_argument("--resume", action="store_true", help="go on after the newest of --save")
 args = parser.parse_args()
-if args.resume and not os.path.exists(f"{args.resume}/.metadata"):
-    raise SystemExit(f"--resume={args.resume}: no checkpoint there; pass one that --save has made")
 
 
 class Block(nn.Module):
@@ -102,21 +102,32 @@ def mean_over_ranks(value):
     return value.item() / size
 
 
-def save(path, step):
-    """Each rank writes its rows. Take a new path each time: a save over an old one that is cut off
-    leaves rows of two steps."""
+def save(step):
+    """Each rank writes its rows. A path of its own for each step, since a save over an old one that
+    is cut off would leave rows of two steps; the last two stay."""
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=path)
+    saved = {"model": weights, "optimizer": state, "scheduler": scheduler.state_dict()}
+    dcp.save({**saved, "step": step}, checkpoint_id=f"{args.save}/step-{step:06}")
+    if rank == 0:
+        for path in checkpoints()[:-2]:
+            shutil.rmtree(path)
 
 
-def resume(path):
-    """On any number of ranks. Returns the step. The optimizer gets its saved learning rate and
-    weight decay back: set others after this. Save a scheduler's state_dict() too, and load it
-    after this, or it begins anew. (PyTorch unpickles parts of the files, so read only those that
-    you trust.)"""
+def checkpoints():
+    """Those that are complete, the newest last: .metadata is written at the end."""
+    return sorted(map(os.path.dirname, glob(f"{args.save}/step-*/.metadata")))
+
+
+def resume():
+    """On any number of ranks. Returns the step. Learning rate and weight decay are the saved ones:
+    set others after this. (PyTorch unpickles parts of the files: read only those you trust.)"""
+    if not checkpoints():
+        raise SystemExit(f"--resume: no checkpoint in --save={args.save}")
     weights, state = get_state_dict(model, optimizer)  # this rank's rows, to read into
-    dcp.load(saved := {"model": weights, "optimizer": state, "step": 0}, checkpoint_id=path)
+    saved = {"model": weights, "optimizer": state, "scheduler": scheduler.state_dict(), "step": 0}
+    dcp.load(saved, checkpoint_id=checkpoints()[-1])
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    scheduler.load_state_dict(saved["scheduler"])  # after the optimizer, whose rates it sets
     return saved["step"]
 
 
@@ -156,7 +167,8 @@ vectors = [p for p in model.parameters() if p.dim() == 1]
 groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
 optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=args.fused)
 checks.after_building(model, optimizer)
-first = resume(args.resume) if args.resume else 0
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)  # warm up
+first = resume() if args.resume else 0
 
 # 4) Train. A step has two micro-batches. (Run a new model's first steps inside
 #    compare.check_units(model).)
@@ -173,6 +185,7 @@ for step in range(first + 1, args.steps + 1):
         total += loss.detach()
     norm = fsdp.clip_grad_norm(model, 1.0)
     optimizer.step()
+    scheduler.step()
     fsdp.zero_grad(model, optimizer)
     if step % 10 == 0 or step == args.steps:
         mean = mean_over_ranks(total)
@@ -182,7 +195,7 @@ for step in range(first + 1, args.steps + 1):
             raise SystemExit(f"step {step}: a gradient is not finite; lower the learning rate")
     if args.save and (step % 20 == 0 or step == args.steps):
         checks.after_first_step(model, optimizer)  # that a checkpoint holds what the optimizer has
-        save(f"{args.save}/step-{step}", step)
+        save(step)
 
 # 5) Evaluate, on every rank, since a forward gathers.
 with fsdp.inference(model):

@@ -25,7 +25,7 @@ The first calls run the function as it is: they compile it, connect its groups a
 Then it is recorded. A replay runs the same kernels on the same memory, and nothing else. So the
 function
 - takes tensors of the same shapes in each call, and returns one, which a later call overwrites
-  (what is no tensor must be the same object in each call);
+  (other arguments must be the same objects in each call);
 - decides nothing on the host: no .item(), no `if tensor:`, no layer dropped by Python's random, and
   no number that differs from call to call, unless it is passed as a tensor;
 - finds its parameters and gradients where they were: zero gradients in place;

@@ -33,7 +33,7 @@ def text_of(path):
     ("minimal.py", [], {}, "torchrun"),
     ("minimal.py", [], dict(WORLD_SIZE="5"), "12 samples"),
     ("docs/own_model.py", [], dict(RANK="0", WORLD_SIZE="5"), "5 processes cannot share 96 images"),
-    ("docs/own_model.py", ["--resume=none"], {}, "--resume=none: no checkpoint there")])
+    ("docs/own_model.py", ["--resume", "--save=none"], {}, "no checkpoint in --save=none")])
 def test_readme_mistakes_with_the_small_programs_are_one_line(path, args, env, said):
     p = script(path, *args, **env)
     assert p.returncode == 1 and p.stderr.count("\n") == 1 and said in p.stderr
@@ -101,7 +101,7 @@ def plain_own(steps):
     model = own["Model"]()
     optimizer = torch.optim.AdamW([
         dict(params=[p for p in model.parameters() if p.dim() == 1], weight_decay=0),
-        dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=0.1)], lr=1e-3)
+        dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=0.1)])
     losses = []
     for step in range(1, steps + 1):
         x, y = own["images_of"](step)
@@ -109,6 +109,8 @@ def plain_own(steps):
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:  # a tenth, and in 10 steps the whole
+            group["lr"] = 1e-3 * min(1, 0.1 + 0.9 * (step - 1) / 10)
         optimizer.step()
         losses.append(loss.item())
     x, y = own["images_of"](-2)
@@ -128,7 +130,7 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     """On two ranks, then on three from their checkpoint, with whole weights in the end."""
     expected, right, model = plain_own(20)
     losses, _ = own_run(2, tmp_path, "--steps=10", "--save=saved")
-    more, found = own_run(3, tmp_path, "--steps=20", "--save=saved", "--resume=saved/step-10")
+    more, found = own_run(3, tmp_path, "--steps=20", "--save=saved", "--resume")
     losses.update(more)  # it prints four digits
     assert losses == {step: pytest.approx(expected[step - 1], abs=1.5e-4) for step in (10, 20)}
     half, _ = own_run(2, tmp_path, "--steps=10", "--bf16", "--checkpointing", "--fused")
@@ -138,6 +140,9 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     for name, p in model.state_dict().items():
         assert (saved.pop(name) - p).norm() < 1e-2 * p.norm(), name
     assert not saved
+    more, _ = own_run(1, tmp_path, "--steps=40", "--save=saved", "--resume")
+    assert sorted(more) == [30, 40]  # after the newest; the last two stay
+    assert sorted(os.listdir(tmp_path / "saved")) == ["step-000020", "step-000040", "weights.pt"]
 
 
 def changed_own(path, before, after, *args):
@@ -162,7 +167,7 @@ def test_own_model_with_more_state_than_tensors(tmp_path):
     own = (
         "    def get_extra_state(self):\n        return {'seen': 3}\n\n"
         "    def set_extra_state(self, state):\n        assert state == {'seen': 3}\n\n")
-    for more in (["--steps=2"], ["--steps=3", f"--resume={tmp_path}/saved/step-2"]):
+    for more in (["--steps=2"], ["--steps=3", "--resume"]):
         p = changed_own(tmp_path / "more.py", forward, own + forward,
                         f"--save={tmp_path}/saved", *more)
         assert p.returncode == 0, p.stderr

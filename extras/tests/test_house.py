@@ -37,7 +37,7 @@ def test_house_every_config_of_extras_runs_two_steps(tmp, name):
 @pytest.mark.slow
 def test_house_stands_without_extras(tmp_path):
     """As after `rm -r extras tests/upstream`: all is collected, and these quick tests run."""
-    names = ("config", "contract_examples", "metrics", "sample", "train")
+    names = ("config", "contract_examples", "metrics", "pages", "sample", "train")
     chosen = [f"tests/test_{name}.py" for name in names]
     copy = copied(tmp_path / "copy")
     shutil.rmtree(copy / "extras")

@@ -161,7 +161,7 @@ def test_learn_of_two_columns_leaves_a_row_out_if_the_last_is_empty():
     assert len(keys) == 3  # so their CRC knows that an answer begins elsewhere
 
 
-# ---------- chats, by the recipe of docs/data.md ------------------------------
+# ---------- chats, by the recipe of extras/docs/masks.md ------------------------------
 
 ANSWERS = " Me:\n\u00e9t\u00e9 \U0001f31e. ", "Yes", "No \u00e9"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -200,7 +200,7 @@ def test_special_tokens_of_chats_are_transformers_and_only_answers_are_learned(
     nothing = [{"role": "assistant", "content": "Hi"}, chats(0)[0], {**chats(0)[1], "content": " "}]
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": chats(2)}, {"messages": nothing}])
     monkeypatch.chdir(tmp_path)
-    page = Path(HERE, "docs/data.md").read_text()
+    page = Path(HERE, "extras/docs/masks.md").read_text()
     recipe = re.search(r"^```python\n(import json.*?)^```", page, re.M | re.S)[1]
     recipe = recipe.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "t"))
     exec(recipe, {})

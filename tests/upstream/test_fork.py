@@ -1,12 +1,11 @@
 """
-docs/fork.md's code, as it stands on the page.
+docs/fork.md's code, as it stands on the page, and a model with a frozen part.
 
     python -m pytest -q tests/upstream/test_fork.py
 """
 
 import os
 import re
-from unittest.mock import patch
 
 import pytest
 import test_contract as contract
@@ -14,7 +13,6 @@ import torch
 from harness import (
     HERE,
     arguments,
-    assert_same_weights,
     built,
     copied,
     on_ranks,
@@ -24,15 +22,11 @@ from harness import (
     run_training,
     tiny,
     torchrun,
-    two_each,
     values,
 )
-from torch.distributed.tensor import DTensor
 
-import fsdp
 import metrics
 import train
-from model import normal
 from ranks import World
 
 with open(os.path.join(HERE, "docs", "fork.md")) as f:
@@ -138,87 +132,42 @@ def test_fork_the_changed_step_leaves_out_what_jumps(tmp, walked):
         assert (first == last) == (limit < 1)
 
 
-class Averaging(torch.optim.AdamW):
-    def step(self, closure=None):
-        super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[p]
-            mean = state.setdefault("average", torch.zeros_like(p))
-            mean.lerp_(p.detach(), 0.5)
+POSITIONS = """
+import torch
+
+import model
 
 
-def test_fork_a_checkpoint_of_the_average(tmp, monkeypatch):
-    """It has the averages as its weights, and another run begins with them."""
-    with patch.object(train, "make_optimizer", lambda model, cfg: Averaging(model.parameters())):
-        run_training(tmp, "out", max_iters=2)
-    monkeypatch.chdir(tmp)
-    exec(shown("average"), dict(torch=torch, os=os))
-    weights = read_ckpt("out-average")["model"]
-    trained = read_ckpt("out")
-    for i, name in enumerate(trained["param_names"]):
-        mean = trained["optimizer"]["state"][i]["average"]
-        assert weights[name].equal(mean) and not weights[name].equal(trained["model"][name])
-    run_training(tmp, "next", init_from="out-average", max_iters=1, learning_rate=0.0, min_lr=0.0)
-    assert_same_weights(read_ckpt("next")["model"], weights, 0)
+class Model(model.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.not_saved = ["transformer.wpe.weight"]
+        self.transformer.wpe.requires_grad_(False)
+
+    def initial_value(self, name, shape, seed):
+        if name in self.not_saved:
+            return torch.load("PATH", mmap=True)
+        return super().initial_value(name, shape, seed)
 
 
-def case_noise(tmp, strategy):
-    """What the page's lines add to all parameters, one after the other."""
-    run = built(tmp, **two_each(2), strategy=strategy)
-
-    def whole():
-        tensors = [p.detach() for p in run.model.parameters()]
-        tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-        return torch.cat([t.flatten() for t in tensors])
-
-    before = whole()
-    exec(shown("noise"), dict(
-        fsdp=fsdp, normal=normal, torch=torch, wrapped=run.wrapped, cfg=run.cfg, step=3))
-    return (whole() - before).tolist()
+ModelConfig = model.GPTConfig
+"""
 
 
-def test_fork_random_numbers_are_those_of_one_process(tmp):
-    cases = {name: (case_noise, dict(tmp=tmp, strategy=name)) for name in ("ddp", "full_shard")}
-    alone = case_noise(tmp, "single")
-    assert torch.tensor(alone).std() == pytest.approx(0.01, rel=0.05)
-    found = on_ranks(2, cases)
-    for name in cases:
-        for of_rank in values(found, name):
-            assert of_rank == pytest.approx(alone, abs=1e-6), name
-
-
-def test_fork_a_frozen_part_is_read_from_its_file_by_every_run(tmp, models, monkeypatch):
+def test_fork_a_frozen_part_is_read_from_its_file_by_every_run(tmp, models):
     """By a new one, sharded, and one that goes on; checkpoints lack it."""
-    path = os.path.join(tmp, "positions.pt")  # ranks start in another directory
+    path = os.path.join(tmp, "positions.pt")
     torch.save(torch.ones(16, 30).cumsum(0) / 20, path)
-    (models / "positions.py").write_text(shown("positions.pt").replace("positions.pt", path))
-    monkeypatch.chdir(tmp)
+    (models / "positions.py").write_text(POSITIONS.replace("PATH", path))
     whole = run_training(tmp, "positions", model="positions", max_iters=4)
     keys = dict(model="positions", strategy="full_shard", tmp=tmp, name="positions-2")
     losses_of(on_ranks(2, {"run": (run_training, dict(keys, max_iters=2))}))
     later = on_ranks(2, {"run": (run_training, dict(keys, init_from="resume", max_iters=4))})
     assert losses_of(later) == pytest.approx([row["loss"] for row in whole], rel=1e-6)
-    assert not [name for name in read_ckpt("positions-2")["model"] if "wpe" in name]
+    saved = read_ckpt(os.path.join(tmp, "positions-2"))["model"]
+    assert saved and not [name for name in saved if "wpe" in name]
     plain = run_training(tmp, "plain", max_iters=1)
     assert plain[0]["loss"] != pytest.approx(whole[0]["loss"], rel=1e-4)  # the part counts
-
-
-def test_fork_an_adapter_begins_as_its_base_and_trains_only_scales(tmp, models, monkeypatch):
-    """Sharded as alone; what it saves are the scales."""
-    (models / "scale.py").write_text(shown("Scaled"))
-    monkeypatch.chdir(tmp)
-    run_training(tmp, "base", max_iters=2)
-    on_base = run_training(tmp, "more", init_from="base", max_iters=1)
-    keys = dict(model="gpt2+scale", base=os.path.join(tmp, "base"), tmp=tmp)
-    alone = run_training(**keys, name="scale", max_iters=4)
-    assert alone[0]["loss"] == pytest.approx(on_base[0]["loss"], rel=1e-6)
-    two = dict(keys, name="scale-2", strategy="full_shard", checkpoint="sharded")
-    losses_of(on_ranks(2, {"run": (run_training, dict(two, max_iters=2))}))
-    later = on_ranks(2, {"run": (run_training, dict(two, init_from="resume", max_iters=4))})
-    assert losses_of(later) == pytest.approx([row["loss"] for row in alone], rel=1e-6)
-    saved = read_ckpt("scale")
-    assert len(saved["model"]) == 12 == len(saved["optimizer"]["state"])
-    assert all(name.endswith(".scale") for name in saved["model"])
 
 
 def losses_of(results):
