@@ -30,6 +30,7 @@ import configurator
 import fsdp
 import sample
 import train
+from checkpoint import not_saved
 from configurator import load_config, model_file
 from model import cross_entropy
 from ranks import World
@@ -110,6 +111,8 @@ def parameters(cfg):
             assert not twins, f"{name} begins as {twins}: draw initial_value from the name too"
             drawn_by[name] = value
     assert drawn_by, "draw initial_value from its seed: no parameter depends on it"
+    for name in not_saved(model):
+        assert not model.get_parameter(name).requires_grad, f"{name} is not saved: freeze it"
 
 
 def order(cfg):

@@ -83,6 +83,9 @@ MISTAKES = {  # name: (file, its check or build, what that says, what the file h
     "no value": (
         "gpt", "parameters", "gate.weight has no initial value",
         "        self.mlp =", "        self.gate = nn.Linear(C, C)\n        self.mlp ="),
+    "trained and not saved": (
+        "smallest", "parameters", "head.weight is not saved: freeze",
+        INIT, INIT + '        self.not_saved = ["head.weight"]\n'),
     "no numbers": ("gpt", "loss", "nan", "torch.ones(shape)", "torch.ones(shape) / 0"),
     "a buffer on meta": (
         "smallest", "parameters", "seen gets no values", INIT, SEEN.replace(', device="cpu"', "")),
