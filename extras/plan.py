@@ -3,8 +3,6 @@ Predict a config's memory and traffic per step, and about how long it takes, on 
 not have.
 
     python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu=A100
-    python -m extras.plan extras/config/gpt3_13b.py --gpu_memory=139 --host_memory=256 \\
-        --cpu_offload=0.4
     python -m extras.plan extras/config/llama2_7b.py --world_size=8,16,32 --gpu=H100 --tokens=1e11
 
 Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, as rank 0 of that
@@ -33,7 +31,7 @@ MIB = 2**20
 # Shares of a GPU that a plan may take: what is not counted fitted in beside it in every run that
 # docs/measurements.md has, or in most.
 FITS = {"yes": 0.68, "maybe": 0.9}
-COLUMNS = (*KINDS[1:], "peak", "valley", "host", "sent")  # KINDS[0] is host memory
+COLUMNS = (*KINDS[2:], "peak", "valley", "host", "sent")
 TIMES = {"s/step": "{:.3f}", "tok/s": "{:,.0f}", "MFU": "{:.1%}"}  # per GPU
 
 
@@ -59,32 +57,27 @@ GPUS = {
 }
 
 
-# ---------- a row of the table ------------------------------------------------
-
-
 def plan(cfg, world, machine, flops_per_token=0):
     """A row: the bytes that rank 0 holds at its peak, by kind, and where in the step the peak is;
     those that it holds at rest, between two steps; bytes of its node's host memory; bytes that it
     sends per step. With flops_per_token also TIMES, for which the machine's GPU must be known."""
     timeline, places, events = rehearse(cfg, world)
-    held = timeline[:, 1:].sum(axis=1)  # on the device
-    top = int(held.argmax())
-    row = dict(zip(KINDS, timeline[top]))
+    on_host = timeline[:, :2].sum(axis=1)
+    held = timeline[:, 2:].sum(axis=1)  # on the device
+    top = held.argmax()
+    host = on_host.max()
+    if cfg.checkpoint == "sharded":
+        # A save copies this rank's rows of parameters and moments, as they are at rest.
+        rest = dict(zip(KINDS, timeline[0]))
+        host += on_host[0] + rest["parameters"] + rest["optimizer"]
+
+    row = dict(zip(KINDS, timeline[top]), held=held, events=events)
     row["strategy"] = cfg.strategy
     row["peak"] = held[top]
     row["where"] = places[top]
     row["valley"] = held[-1]
-    row["held"] = held
-    row["events"] = events
-    row["sent"] = sum(event.times * event.sent() for event in events)
-
-    host = timeline[:, 0].max()
-    if cfg.checkpoint == "sharded":
-        # A save copies this rank's rows of parameters and moments, as they are at rest.
-        rest = dict(zip(KINDS, timeline[0]))
-        host += rest["host"] + rest["parameters"] + rest["optimizer"]
     row["host"] = host * world.local_size  # its neighbours hold as much
-
+    row["sent"] = sum(event.times * event.sent() for event in events)
     row["fits"] = "no"
     for answer, share in reversed(FITS.items()):
         if row["peak"] <= share * machine.gpu_memory and row["host"] <= machine.host_memory:
@@ -130,9 +123,6 @@ def rate(event, machine):
     return min(machine.gpu.link, network) * 1e9
 
 
-# ---------- which strategies --------------------------------------------------
-
-
 def place(cfg, size, machine):
     """(cfg resolved for `size` GPUs, their World); SystemExit if keys exclude each other."""
     device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
@@ -140,11 +130,6 @@ def place(cfg, size, machine):
     # Training refuses all but multiples of the ranks; a plan takes the next one.
     steps = math.ceil(cfg.gradient_accumulation_steps / size) * size
     keys = dict(gradient_accumulation_steps=steps, compile=False)  # fake tensors run eagerly
-    row = STRATEGIES[cfg.strategy]
-    if not row.in_groups:
-        keys["shard_group_size"] = 0  # another row may need it
-    if not row.sharded or not row.reshard_after_forward:
-        keys["reshard_group_size"] = 0  # the same
     if cfg.dtype == "auto" and device.type == "cuda":  # this machine may have no GPU
         keys["dtype"] = machine.gpu.half if machine.gpu else "bfloat16"
     return resolve(replace(cfg, **keys), world, distributed=cfg.strategy != "single"), world
@@ -156,11 +141,13 @@ def variants(cfg, size, machine):
     if machine.strategy:
         return [place(replace(cfg, strategy=machine.strategy), size, machine)]
     own = cfg.strategy or "full_shard"
+    strategies = ["single", "full_shard"]
+    if size > 1:
+        strategies = [name for name in STRATEGIES if name != "single"]
     allowed = []
-    for strategy in STRATEGIES if size > 1 else ("single", "full_shard"):
-        ranks = 1 if strategy == "single" else size
+    for strategy in strategies:
         try:
-            placed, world = place(replace(cfg, strategy=strategy), ranks, machine)
+            placed, world = place(replace(cfg, strategy=strategy), size, machine)
         except SystemExit:
             if strategy == own:
                 raise
@@ -179,10 +166,7 @@ def parse(argv):
     """(plan's own flags, which describe the machine; the remaining arguments)."""
     parser = ArgumentParser(
         usage="python -m extras.plan [config files] [flags below] [--key=value of train.py]",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.error = sys.exit  # one line and exit code 1, as everywhere here
     add = parser.add_argument
     add("--world_size", default="1", help="GPUs; for several numbers, 8,16, a table each")
@@ -220,16 +204,13 @@ def plan_table(cfg, size, machine):
     todo = variants(cfg, size, machine)
     model = meta_model(cfg)
     n = sum(p.numel() for p in model.parameters())
-    placed, _ = todo[-1]  # `single` may have fewer micro-batches
+    placed, _ = todo[0]
     steps = placed.gradient_accumulation_steps
-    configured = cfg.gradient_accumulation_steps
-    instead = "" if steps == configured else f" instead of {configured}"
     print(
         f"{n / 1e6:,.1f}M parameters on {size} GPUs of {machine.gpu_memory / GIB:.0f} GiB, "
         f"{placed.dtype}\n"
-        f"planned with gradient_accumulation_steps={steps}{instead}, a multiple of {size}: "
-        f"{steps // size} x batch_size {cfg.batch_size} x {cfg.sizes.block_size:,} tokens per GPU "
-        "and step\n"
+        f"planned with gradient_accumulation_steps={steps}, a multiple of {size}: {steps // size} "
+        f"x batch_size {cfg.batch_size} x {cfg.sizes.block_size:,} tokens per GPU and step\n"
         f"fits: at most {FITS['yes']:.0%} of a GPU in tensors; maybe: {FITS['maybe']:.0%}; the "
         "rest is headroom")
 
@@ -240,19 +221,16 @@ def plan_table(cfg, size, machine):
     flops = flops_per_token(model, World()) if machine.gpu else 0  # 0: no times
     timed = TIMES if flops else {}
     heads = [key.replace("host", "host/node") for key in COLUMNS]
-    print_line(f"{name} per GPU", heads, timed, "fits", "peak at")
+    print_line(f"{name} per GPU", [*heads, *timed], "fits", "peak at")
     rows = []
     for placed, world in todo:
         row = plan(placed, world, machine, flops)
         cells = [f"{row[key] / unit:,.2f}" for key in COLUMNS]
-        clock = [form.format(row[key]) for key, form in timed.items()]
-        print_line(row["strategy"], cells, clock, row["fits"], row["where"])
-        # Beside others, `single` is only for comparison: its memory is ddp's.
-        if placed.strategy != "single" or size == 1:
-            rows.append(row)
-    if machine.events:
-        for row in rows:
-            print_events(row, unit, name)
+        cells += [form.format(row[key]) for key, form in timed.items()]
+        print_line(row["strategy"], cells, row["fits"], row["where"])
+        rows.append(row)
+    for row in rows if machine.events else []:
+        print_events(row, unit, name)
 
     # The simplest is first.
     fitting = [row for answer in FITS for row in rows if row["fits"] == answer]
@@ -268,39 +246,33 @@ def plan_table(cfg, size, machine):
     return rows
 
 
-def print_line(head, cells, times, fits, where):
+def print_line(head, cells, fits, where):
     columns = "".join(f" {cell:>11s}" for cell in cells)
-    columns += "".join(f" {cell:>9s}" for cell in times)
     print(f"{head:13s}{columns}  {fits:5s} {where}", flush=True)
 
 
 def print_events(row, unit, name):
     """Bytes that each event sends, and that the device holds after it."""
     title = f"{row['strategy']}, a step of rank 0, in {name}"
-    print(f"\n{title:64s}{'sent':>8s}{'held':>14s}")
+    print(f"\n{title:76s}{'sent':>8s}{'held':>12s}")
     for event in row["events"]:
         what = event.what.replace("_", "-")
         if event.times > 1:
             what += f" x {event.times}"
         sent = f"{event.sent() / unit:,.2f}" if event.size else ""
         held = row["held"][event.row] / unit
-        print(f"  {event.where:20s}{what:20s}{event.unit:22s}{sent:>8s}{held:14,.2f}")
+        print(f"  {event.where:16s}{what:16s}{event.label:42s}{sent:>8s}{held:12,.2f}")
 
 
 def print_times(row, size, machine):
     """What the times assume, and the hours of the whole run."""
-    gpu = machine.gpu
-    link = f"{gpu.link:g} GB/s in a node of {machine.gpus_per_node}, {gpu.network:g} between"
-    if machine.link:
-        link = f"{machine.link:g} GB/s"
     print(
-        f"times: at {machine.mfu:.0%} of the peak (--mfu), links of {link} per GPU (--link); small "
-        "units that wait\nfor the host take 1.6 to 3.5 times as long, and offloading, evaluation "
-        "and saves come on top")
+        f"times: at {machine.mfu:.0%} of the peak (--mfu). Small units that wait for the host take "
+        "1.6 to 3.5 times\nas long; offloading, evaluation and saves come on top")
     if machine.tokens:
         hours = machine.tokens / row["tok/s"] / size / 3600
-        long = f"{hours / 24:,.2f} days" if hours >= 24 else f"{hours:.1f} hours"
-        print(f"{machine.tokens:,.0f} tokens with {row['strategy']} on {size} GPUs: {long}")
+        print(f"{machine.tokens:,.0f} tokens with {row['strategy']} on {size} GPUs: "
+              f"{hours:,.1f} hours")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """
 A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number of
-ranks, on fake tensors, which have shapes and no memory. A ledger notes the size and kind of each
-storage, and each collective. It works for any model file and any key.
+ranks, on fake tensors, which have shapes and no memory. It works for any model file and any key.
 
     timeline, places, events = rehearse(cfg, world)
 
 FSDP2 tells PyTorch's profiler what it does and for which unit, such as
-`FSDP::all_gather (layers.3)`. These labels are operations too, so the ledger reads them.
+`FSDP::all_gather (layers.3)`. These labels are operations too, so the ledger here reads them.
 """
 
 from contextlib import ExitStack
@@ -32,11 +31,11 @@ from torch.utils._pytree import tree_leaves
 import fsdp
 import train
 from configurator import STRATEGIES, named_file
-from optimizer import LossScaler, allocate_state
+from optimizer import allocate_state
 
-# The kinds of memory. A storage that was labelled twice is of the first of its kinds here: the
-# shard that FSDP2 gathers from is also an argument of the gather, and stays a parameter.
-KINDS = ("host", "parameters", "optimizer", "gradients", "gathered", "activations")
+# The kinds of memory; the first two are the host's. A storage that was labelled twice is of the
+# first of its kinds here: a gradient that FSDP2 reduces was an activation before.
+KINDS = ("host", "pinned", "parameters", "optimizer", "gradients", "gathered", "activations")
 
 
 def rehearse(cfg, world):
@@ -77,10 +76,9 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     number of events before each micro-batch, and the ledger's timeline."""
     optimizer = train.make_optimizer(model, cfg)
     allocate_state(optimizer)
-    on_host = {p for p in model.parameters() if ledger.kind(p) == "host"}
+    on_host = {p for p in model.parameters() if ledger.kind(p) == "pinned"}
     for p in model.parameters():
-        kind = "host" if p in on_host else "optimizer"
-        ledger.label(kind, optimizer.state.get(p), pinned=False)  # no GPU copies it
+        ledger.label("host" if p in on_host else "optimizer", optimizer.state.get(p))
     if cfg.cuda_graph:  # a recorded step keeps its gradients
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -89,7 +87,7 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
 
     def label_gradients(*args):
         for p in model.parameters():
-            ledger.label("host" if p in on_host else "gradients", p.grad)
+            ledger.label("pinned" if p in on_host else "gradients", p.grad)
 
     label_gradients()  # DDP's are there before the first backward
     optimizer.register_step_pre_hook(label_gradients)
@@ -101,10 +99,9 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
         loss = train.forward_backward(*args)
         ledger.where = "update"
         return loss
-
     x = torch.empty(cfg.batch_size, cfg.sizes.block_size, dtype=torch.int64)
     batches = SimpleNamespace(get=lambda *args: (x, x, 1.0), prefetch_next=lambda *args: None)
-    scaler = LossScaler(replace(cfg, dtype="float32"))  # the norm has no value to look at
+    scaler = SimpleNamespace(scale=1.0, accepts=lambda norm: True)  # a fake norm has no value
     ledger.start = len(ledger.changes)
     ledger.events.clear()
     train.train_step(
@@ -116,31 +113,21 @@ def place_marks(model, ledger):
     """Hooks by which the ledger knows where the step is."""
 
     def at(where):
-        def mark(*args):
-            ledger.where = where
-        return mark
+        return lambda *args: setattr(ledger, "where", where)
 
-    def before_backward(i):
-        def after_forward(block, args, out):
-            x, *_ = tree_leaves(out)  # one tensor or several
-            if x.requires_grad:
-                x.register_hook(at(f"backward, block {i}"))
-        return after_forward
+    def after_blocks(block, args, out):
+        ledger.where = "forward, head"
+        x, *_ = tree_leaves(out)  # one tensor or several
+        if x.requires_grad:
+            x.register_hook(at("backward"))
 
-    # Prepended: FSDP2's own hooks gather the root, which belongs to the forward, and a block
-    # before its forward and its backward.
+    # Prepended: what FSDP2's own hooks gather belongs to what comes then.
     model.register_forward_pre_hook(at("forward"), prepend=True)
-    for i, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(at(f"forward, block {i}"), prepend=True)
-        block.register_forward_hook(before_backward(i), prepend=True)
-    model.blocks[-1].register_forward_hook(at("forward, head"))
+    model.blocks[-1].register_forward_hook(after_blocks, prepend=True)
     model.register_forward_hook(at("backward, head"))
 
 
-# ---------- the ledger --------------------------------------------------------
-
-# What FSDP2 allocates under a label. (post_forward: where reshard_after_forward is a number of
-# ranks.)
+# What FSDP2 allocates under a label. (post_forward: if reshard_after_forward is a number.)
 LABELS = {
     "FSDP::all_gather": "gathered",
     "FSDP::all_gather_copy_out": "gathered",
@@ -163,7 +150,7 @@ COLLECTIVES = {
 class Event:
     """A collective, or a unit that is freed. size: bytes of the collective's whole buffer."""
     what: str  # all_gather, reduce_scatter, all_reduce, all_to_all or free
-    unit: str  # its module's name, or root; empty for clipping and the optimizer
+    label: str  # FSDP2's, with the unit's name, but for the root's
     where: str  # in the step
     row: int  # of the timeline, just after it
     size: int = 0
@@ -178,26 +165,17 @@ class Event:
         return rounds * self.size * (self.ranks - 1) / self.ranks
 
 
-@dataclass(eq=False)
-class Entry:
-    """The ledger's entry for a storage."""
-    size: int = 0  # bytes, now
-    kind: str = "activations"
-    pinned: bool = True  # in host memory: True if a GPU's copies begin or end there
-
-
 class Ledger(TorchDispatchMode):
-    """The bytes of each storage over time, and the events meanwhile. A storage's kind may turn
-    out later: a gradient is an activation until FSDP2 reduces it."""
+    """The bytes of each storage over time, and the events meanwhile."""
 
     def __init__(self):
         super().__init__()
-        self.entries = WeakKeyDictionary()  # of the storages that are alive
+        self.entries = WeakKeyDictionary()  # {a storage that is alive: its size and kind}
         self.changes = []  # [(entry, bytes more or less, where)]
-        self.labels = [("activations", "")]  # of the open ones: (what is allocated, the unit)
-        self.events = []
-        self.where = ""  # in the step
         self.start = 0  # the number of changes before the step
+        self.events = []
+        self.labels = [""]  # the innermost is last
+        self.where = ""  # in the step
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         """Every operation of the step comes here."""
@@ -206,9 +184,10 @@ class Ledger(TorchDispatchMode):
         if op is torch.ops.prim.device.default:
             return args[0].fake_device  # three calls in five; here it costs nothing
         out = op(*args, **(kwargs or {}))
-        kind, _ = self.labels[-1]
+        work, _, unit = self.labels[-1].partition(" (")
+        kind = LABELS.get(work, "activations")
         if op is BEGIN_LABEL:
-            self.labels.append(read_label(args[0]))
+            self.labels.append(args[0])
         elif op is END_LABEL:
             self.labels.pop()
         elif op is torch.ops.aten._to_copy.default and self.kind(args[0]) == "parameters":
@@ -218,47 +197,42 @@ class Ledger(TorchDispatchMode):
         if kind == "gradients":
             self.label(kind, args)
         if op in COLLECTIVES:
-            self.collective(op, args)
+            what, buffer, group = COLLECTIVES[op]
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group]))
+            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+            size = sum(t.nbytes for t in tree_leaves(args[buffer]))
+            self.event(what, size=size, ranks=len(ranks), stride=stride)
         return out
 
-    def collective(self, op, args):
-        what, buffer, group = COLLECTIVES[op]
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group]))
-        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        size = sum(t.nbytes for t in tree_leaves(args[buffer]))
-        self.event(what, size=size, ranks=len(ranks), stride=stride)
-
     def event(self, what, **collective):
-        """Note that something happens to the unit at work."""
-        _, unit = self.labels[-1]
-        new = Event(what, unit, self.where, len(self.changes) - self.start, **collective)
+        row = len(self.changes) - self.start
+        new = Event(what, self.labels[-1], self.where, row, **collective)
         last = self.events[-1] if self.events else None
         # A unit is freed, and in our DDP reduced, tensor by tensor.
-        goes_on = last and replace(last, row=new.row, size=new.size) == new
+        goes_on = last and replace(last, row=row, size=new.size) == new
         if goes_on and what in ("free", "all_reduce"):
-            last.row = new.row
+            last.row = row
             last.size += new.size
         else:
             self.events.append(new)
 
-    def label(self, kind, tensors, pinned=True):
+    def label(self, kind, tensors):
         """Note the kind of the tensors in a pytree."""
         for t in tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
-                self.note(storage_of(t), kind, pinned)
+                self.note(storage_of(t), kind)
 
     def kind(self, t):
         return self.note(storage_of(t)).kind
 
-    def note(self, storage, kind="activations", pinned=True):
+    def note(self, storage, kind="activations"):
         """Note a storage's size and kind; returns its entry."""
         entry = self.entries.get(storage)
         if entry is None:
-            entry = self.entries[storage] = Entry()
+            entry = self.entries[storage] = SimpleNamespace(size=0, kind="activations")
             finalize(storage, self.change, entry, 0)
         self.change(entry, storage.nbytes())
         entry.kind = min(entry.kind, kind, key=KINDS.index)
-        entry.pinned &= pinned
         return entry
 
     def change(self, entry, size):
@@ -266,26 +240,16 @@ class Ledger(TorchDispatchMode):
             self.changes.append((entry, size - entry.size, self.where))
             entry.size = size
 
-    def timeline(self, pins):
-        """(timeline, places) of the step alone. pins: pinned memory is counted as PyTorch
-        allocates it, in powers of two."""
+    def timeline(self, on_gpu):
+        """(timeline, places) of the step alone."""
         changes = np.zeros((len(self.changes), len(KINDS)))
         for row, (entry, size, _) in zip(changes, self.changes):
-            if pins and entry.kind == "host" and entry.pinned:
+            if on_gpu and entry.kind == "pinned":  # PyTorch allocates a power of two
                 size = int(np.sign(size)) << (abs(size) - 1).bit_length()
             row[KINDS.index(entry.kind)] = size
+        places = [where for _, _, where in self.changes]
         before = self.start - 1
-        places = [where for _, _, where in self.changes[before:]]
-        return changes.cumsum(axis=0)[before:], places
-
-
-def read_label(text):
-    """(the kind of what is allocated under this label, the unit that it names)."""
-    work, _, name = text.removesuffix(")").partition(" (")
-    unit = ""
-    if work.startswith(("FSDP::", "DDP::")):
-        unit = name or "root"
-    return LABELS.get(work, "activations"), unit
+        return changes.cumsum(axis=0)[before:], places[before:]
 
 
 def storage_of(t):
@@ -315,7 +279,7 @@ def stand_ins(fake, ledger):
     def noted_fully_shard(module, offload_policy, **options):
         is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
         for inner in module.modules():  # units inside it have been here before
-            memory.setdefault(inner, "host" if is_offloaded else "parameters")
+            memory.setdefault(inner, "pinned" if is_offloaded else "parameters")
         fully_shard(module, offload_policy=offload_policy, **options)
 
     def fake_materialize(module, device):
@@ -327,8 +291,8 @@ def stand_ins(fake, ledger):
 
     def moved(t):  # between host and device; PyTorch would skip it, since here all is on one CPU
         copy = t.clone()
-        if ledger.kind(t) != "host":
-            ledger.label("host", copy)
+        if ledger.kind(t) != "pinned":
+            ledger.label("pinned", copy)
         return copy
 
     def noted_to(t, *args, **kwargs):
@@ -388,12 +352,10 @@ def gpu_kernels():
     # A GPU's kernel keeps x and a number per row, as layer_norm does; a CPU's also keeps two
     # copies of x in fp32. Under autocast a GPU's x is fp32.
     def rms_norm(x, shape, weight=None, eps=None):
-        if torch.is_autocast_enabled("cpu"):
-            x = x.float()
-        return layer_norm(x, shape, weight)
+        return layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, shape, weight)
 
     return [
-        patch("model.explicit_is_faster", lambda q: False),  # it is for CPUs only
+        patch("model.explicit_is_faster", lambda q: False),  # it is for CPUs
         patch.object(F, "scaled_dot_product_attention", without_dropout),
         patch.object(F, "dropout", dropout),
         patch.object(F, "rms_norm", rms_norm),
