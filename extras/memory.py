@@ -1,6 +1,6 @@
 """
-Measure a real step on this rank: the bytes of all live tensors after each operation, and the
-number of collectives. It works on a CPU too, where PyTorch counts neither.
+Measure a real step on this rank, on a CPU too: the bytes of all live tensors after each operation,
+and the number of collectives.
 
     with MemoryTracer() as tracer:
         for step in range(2):  # the first step allocates the optimizer's state

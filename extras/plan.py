@@ -5,11 +5,10 @@ not have.
     python -m extras.plan config/train_gpt2_xl.py --world_size=8 --gpu=A100
     python -m extras.plan extras/config/llama2_7b.py --world_size=8,16,32 --gpu=H100 --tokens=1e11
 
-Memory and traffic are rehearsed (rehearse.py): the real step, on fake tensors, as rank 0 of that
-many GPUs. Not counted: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation, and the
-savings of compiling. So a plan fits if it takes at most 68% of a GPU, and maybe up to 90%. The
-valley is what a GPU holds at rest, between two steps. tok/s and MFU are per GPU, by one plain
-formula (extras/docs/plan.md).
+Memory and traffic are rehearsed (rehearse.py). Not counted: the CUDA context, NCCL's and cuBLAS's
+buffers, fragmentation, and the savings of compiling. So a plan fits if it takes at most 68% of a
+GPU, and maybe up to 90%. The valley is what a GPU holds at rest, between two steps. tok/s and MFU
+are per GPU, by one plain formula (extras/docs/plan.md).
 """
 
 import math
@@ -27,7 +26,6 @@ from start import with_vocabulary
 from train import meta_model
 
 GIB = 2**30
-MIB = 2**20
 # Shares of a GPU that a plan may take: what is not counted fitted in beside it in every run that
 # docs/measurements.md has, or in most.
 FITS = {"yes": 0.68, "maybe": 0.9}
@@ -58,10 +56,10 @@ GPUS = {
 
 
 def plan(cfg, world, machine, flops_per_token=0):
-    """A row: the bytes that rank 0 holds at its peak, by kind, and where in the step the peak is;
-    those that it holds at rest, between two steps; bytes of its node's host memory; bytes that it
-    sends per step. With flops_per_token also TIMES, for which the machine's GPU must be known."""
-    timeline, places, events = rehearse(cfg, world)
+    """A row: the bytes that rank 0 holds at its peak, by kind; those that it holds at rest, between
+    two steps; bytes of its node's host memory; bytes that it sends per step. With flops_per_token
+    also TIMES, for which the machine's GPU must be known."""
+    timeline, events = rehearse(cfg, world)
     on_host = timeline[:, :2].sum(axis=1)
     held = timeline[:, 2:].sum(axis=1)  # on the device
     top = held.argmax()
@@ -74,7 +72,6 @@ def plan(cfg, world, machine, flops_per_token=0):
     row = dict(zip(KINDS, timeline[top]), held=held, events=events)
     row["strategy"] = cfg.strategy
     row["peak"] = held[top]
-    row["where"] = places[top]
     row["valley"] = held[-1]
     row["host"] = host * world.local_size  # its neighbours hold as much
     row["sent"] = sum(event.times * event.sent() for event in events)
@@ -103,12 +100,12 @@ def seconds(events, flops, machine):
     compute = flops / (PEAK_FLOPS[machine.gpu.name] * machine.mfu)
     sending = alone = 0
     sends = [event for event in events if event.size]
-    passes = [event for event in sends if event.where != "update"]  # forward and backward
+    passes = [event for event in sends if "::" in event.label]  # FSDP2's and DDP's
     for event in sends:
         one = event.sent() / rate(event, machine)
         sending += event.times * one
         # Nothing runs beside the first gather, the last reduction, and what the update sends.
-        if event.where == "update" or event is passes[0] or event is passes[-1]:
+        if "::" not in event.label or event is passes[0] or event is passes[-1]:
             alone += one
     return max(compute, sending - alone) + alone
 
@@ -159,9 +156,6 @@ def variants(cfg, size, machine):
     return allowed
 
 
-# ---------- the command -------------------------------------------------------
-
-
 def parse(argv):
     """(plan's own flags, which describe the machine; the remaining arguments)."""
     parser = ArgumentParser(
@@ -194,8 +188,7 @@ def parse(argv):
 def main(argv):
     machine, rest = parse(argv)
     cfg = with_vocabulary(load_config(rest))
-    sizes = sorted({int(n) for n in machine.world_size.split(",")})
-    tables = [plan_table(cfg, size, machine) for size in sizes]
+    tables = [plan_table(cfg, int(size), machine) for size in machine.world_size.split(",")]
     return tables[0]
 
 
@@ -215,19 +208,19 @@ def plan_table(cfg, size, machine):
         "rest is headroom")
 
     # The table, each line as soon as it is known.
-    unit, name = MIB, "MiB"
-    if 16 * n >= GIB:  # 16 bytes per parameter
-        unit, name = GIB, "GiB"
+    unit, name = GIB, "GiB"
+    if 16 * n < GIB:  # 16 bytes per parameter
+        unit, name = 2**20, "MiB"
     flops = flops_per_token(model, World()) if machine.gpu else 0  # 0: no times
     timed = TIMES if flops else {}
     heads = [key.replace("host", "host/node") for key in COLUMNS]
-    print_line(f"{name} per GPU", [*heads, *timed], "fits", "peak at")
+    print_line(f"{name} per GPU", [*heads, *timed], "fits")
     rows = []
     for placed, world in todo:
         row = plan(placed, world, machine, flops)
         cells = [f"{row[key] / unit:,.2f}" for key in COLUMNS]
         cells += [form.format(row[key]) for key, form in timed.items()]
-        print_line(row["strategy"], cells, row["fits"], row["where"])
+        print_line(row["strategy"], cells, row["fits"])
         rows.append(row)
     for row in rows if machine.events else []:
         print_events(row, unit, name)
@@ -246,22 +239,22 @@ def plan_table(cfg, size, machine):
     return rows
 
 
-def print_line(head, cells, fits, where):
+def print_line(head, cells, fits):
     columns = "".join(f" {cell:>11s}" for cell in cells)
-    print(f"{head:13s}{columns}  {fits:5s} {where}", flush=True)
+    print(f"{head:13s}{columns}  {fits}", flush=True)
 
 
 def print_events(row, unit, name):
     """Bytes that each event sends, and that the device holds after it."""
     title = f"{row['strategy']}, a step of rank 0, in {name}"
-    print(f"\n{title:76s}{'sent':>8s}{'held':>12s}")
+    print(f"\n{title:62s}{'sent':>8s}{'held':>12s}")
     for event in row["events"]:
         what = event.what.replace("_", "-")
         if event.times > 1:
             what += f" x {event.times}"
         sent = f"{event.sent() / unit:,.2f}" if event.size else ""
         held = row["held"][event.row] / unit
-        print(f"  {event.where:16s}{what:16s}{event.label:42s}{sent:>8s}{held:12,.2f}")
+        print(f"  {what:14s}  {event.label:44s}{sent:>8s}{held:12,.2f}")
 
 
 def print_times(row, size, machine):

@@ -2,8 +2,6 @@
 A training step that needs no GPU: `parallelize` and `train_step` run as rank 0 of any number of
 ranks, on fake tensors, which have shapes and no memory. It works for any model file and any key.
 
-    timeline, places, events = rehearse(cfg, world)
-
 FSDP2 tells PyTorch's profiler what it does and for which unit, such as
 `FSDP::all_gather (layers.3)`. These labels are operations too, so the ledger here reads them.
 """
@@ -42,7 +40,6 @@ def rehearse(cfg, world):
     """A training step of rank 0:
 
     timeline  bytes of each of KINDS before the step and after every change: (1 + changes, kinds)
-    places    for each row of it, where in the step that is
     events    [Event]: collectives and frees, in order
     """
     # Three micro-batches take the memory and the traffic of any number: the first gathers the
@@ -50,7 +47,6 @@ def rehearse(cfg, world):
     micro_batches = cfg.gradient_accumulation_steps // world.size
     rehearsed = min(micro_batches, 3 if STRATEGIES[cfg.strategy].sharded else 2)
     cfg = replace(cfg, gradient_accumulation_steps=rehearsed * world.size)
-
     on_gpu = world.device.type == "cuda"
     world = replace(world, device=torch.device("cpu"))  # no CUDA streams here
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -63,17 +59,17 @@ def rehearse(cfg, world):
         model = train.meta_model(cfg)
         wrapped = train.parallelize(model, cfg, world)
         with fake, ledger:
-            begun, timeline, places = step(wrapped, model, cfg, world, ledger, on_gpu)
+            begun, timeline = step(wrapped, model, cfg, world, ledger, on_gpu)
 
     if micro_batches > rehearsed:
         for event in ledger.events[begun[-2]:begun[-1]]:
             event.times += micro_batches - rehearsed
-    return timeline, places, ledger.events
+    return timeline, ledger.events
 
 
 def step(wrapped, model, cfg, world, ledger, on_gpu):
-    """Run train_step, and tell the ledger the kinds of tensors and where the step is. Returns the
-    number of events before each micro-batch, and the ledger's timeline."""
+    """Run train_step, and tell the ledger the kinds of tensors. Returns the number of events before
+    each micro-batch, and the ledger's timeline."""
     optimizer = train.make_optimizer(model, cfg)
     allocate_state(optimizer)
     on_host = {p for p in model.parameters() if ledger.kind(p) == "pinned"}
@@ -91,14 +87,11 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
 
     label_gradients()  # DDP's are there before the first backward
     optimizer.register_step_pre_hook(label_gradients)
-    place_marks(model, ledger)
     begun = []
 
     def forward_backward(*args):
         begun.append(len(ledger.events))
-        loss = train.forward_backward(*args)
-        ledger.where = "update"
-        return loss
+        return train.forward_backward(*args)
     x = torch.empty(cfg.batch_size, cfg.sizes.block_size, dtype=torch.int64)
     batches = SimpleNamespace(get=lambda *args: (x, x, 1.0), prefetch_next=lambda *args: None)
     scaler = SimpleNamespace(scale=1.0, accepts=lambda norm: True)  # a fake norm has no value
@@ -106,25 +99,7 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     ledger.events.clear()
     train.train_step(
         model, wrapped, optimizer, scaler, batches, 0, cfg, world, forward_backward)
-    return begun, *ledger.timeline(on_gpu)  # now: afterwards memory is freed
-
-
-def place_marks(model, ledger):
-    """Hooks by which the ledger knows where the step is."""
-
-    def at(where):
-        return lambda *args: setattr(ledger, "where", where)
-
-    def after_blocks(block, args, out):
-        ledger.where = "forward, head"
-        x, *_ = tree_leaves(out)  # one tensor or several
-        if x.requires_grad:
-            x.register_hook(at("backward"))
-
-    # Prepended: what FSDP2's own hooks gather belongs to what comes then.
-    model.register_forward_pre_hook(at("forward"), prepend=True)
-    model.blocks[-1].register_forward_hook(after_blocks, prepend=True)
-    model.register_forward_hook(at("backward, head"))
+    return begun, ledger.timeline(on_gpu)  # now: afterwards memory is freed
 
 
 # What FSDP2 allocates under a label. (post_forward: if reshard_after_forward is a number.)
@@ -150,8 +125,7 @@ COLLECTIVES = {
 class Event:
     """A collective, or a unit that is freed. size: bytes of the collective's whole buffer."""
     what: str  # all_gather, reduce_scatter, all_reduce, all_to_all or free
-    label: str  # FSDP2's, with the unit's name, but for the root's
-    where: str  # in the step
+    label: str  # FSDP2's, with the name of the unit unless it is the root
     row: int  # of the timeline, just after it
     size: int = 0
     ranks: int = 1  # in the group
@@ -171,21 +145,18 @@ class Ledger(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.entries = WeakKeyDictionary()  # {a storage that is alive: its size and kind}
-        self.changes = []  # [(entry, bytes more or less, where)]
+        self.changes = []  # [(entry, bytes more or less)]
         self.start = 0  # the number of changes before the step
         self.events = []
         self.labels = [""]  # the innermost is last
-        self.where = ""  # in the step
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        """Every operation of the step comes here."""
         if DTensor in types:
             return NotImplemented  # the operation comes back with their local tensors
         if op is torch.ops.prim.device.default:
             return args[0].fake_device  # three calls in five; here it costs nothing
         out = op(*args, **(kwargs or {}))
-        work, _, unit = self.labels[-1].partition(" (")
-        kind = LABELS.get(work, "activations")
+        kind = LABELS.get(self.labels[-1].split(" (")[0], "activations")
         if op is BEGIN_LABEL:
             self.labels.append(args[0])
         elif op is END_LABEL:
@@ -206,7 +177,7 @@ class Ledger(TorchDispatchMode):
 
     def event(self, what, **collective):
         row = len(self.changes) - self.start
-        new = Event(what, self.labels[-1], self.where, row, **collective)
+        new = Event(what, self.labels[-1], row, **collective)
         last = self.events[-1] if self.events else None
         # A unit is freed, and in our DDP reduced, tensor by tensor.
         goes_on = last and replace(last, row=row, size=new.size) == new
@@ -237,19 +208,17 @@ class Ledger(TorchDispatchMode):
 
     def change(self, entry, size):
         if size != entry.size:
-            self.changes.append((entry, size - entry.size, self.where))
+            self.changes.append((entry, size - entry.size))
             entry.size = size
 
     def timeline(self, on_gpu):
-        """(timeline, places) of the step alone."""
+        """A row before the step, and one after each of its changes."""
         changes = np.zeros((len(self.changes), len(KINDS)))
-        for row, (entry, size, _) in zip(changes, self.changes):
+        for row, (entry, size) in zip(changes, self.changes):
             if on_gpu and entry.kind == "pinned":  # PyTorch allocates a power of two
                 size = int(np.sign(size)) << (abs(size) - 1).bit_length()
             row[KINDS.index(entry.kind)] = size
-        places = [where for _, _, where in self.changes]
-        before = self.start - 1
-        return changes.cumsum(axis=0)[before:], places[before:]
+        return changes.cumsum(axis=0)[self.start - 1:]
 
 
 def storage_of(t):
@@ -258,9 +227,6 @@ def storage_of(t):
         inner, _ = t.__tensor_flatten__()
         t = getattr(t, inner[0])
     return t.untyped_storage()
-
-
-# ---------- stand-ins ---------------------------------------------------------
 
 
 def stand_ins(fake, ledger):
@@ -339,7 +305,6 @@ class OneByOne(torch.nn.Module):
 def gpu_kernels():
     """Patches that keep for backward what a GPU's kernels keep."""
     fused_attention = F.scaled_dot_product_attention
-    layer_norm = F.layer_norm
 
     # With dropout a CPU's kernel keeps T x T numbers, a GPU's does not.
     def without_dropout(*args, dropout_p=0.0, **kwargs):
@@ -352,7 +317,7 @@ def gpu_kernels():
     # A GPU's kernel keeps x and a number per row, as layer_norm does; a CPU's also keeps two
     # copies of x in fp32. Under autocast a GPU's x is fp32.
     def rms_norm(x, shape, weight=None, eps=None):
-        return layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, shape, weight)
+        return F.layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, shape, weight)
 
     return [
         patch("model.explicit_is_faster", lambda q: False),  # it is for CPUs
