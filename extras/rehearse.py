@@ -59,17 +59,16 @@ def rehearse(cfg, world):
         model = train.meta_model(cfg)
         wrapped = train.parallelize(model, cfg, world)
         with fake, ledger:
-            begun, timeline = step(wrapped, model, cfg, world, ledger, on_gpu)
+            timeline = step(wrapped, model, cfg, world, ledger, on_gpu)
 
-    if micro_batches > rehearsed:
-        for event in ledger.events[begun[-2]:begun[-1]]:
+    for event in ledger.events:
+        if event.micro_batch == rehearsed - 1:  # it stands for those left out, too
             event.times += micro_batches - rehearsed
     return timeline, ledger.events
 
 
 def step(wrapped, model, cfg, world, ledger, on_gpu):
-    """Run train_step, and tell the ledger the kinds of tensors. Returns the number of events before
-    each micro-batch, and the ledger's timeline."""
+    """Run train_step, and tell the ledger the kinds of tensors. Returns its timeline."""
     optimizer = train.make_optimizer(model, cfg)
     allocate_state(optimizer)
     on_host = {p for p in model.parameters() if ledger.kind(p) == "pinned"}
@@ -87,11 +86,11 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
 
     label_gradients()  # DDP's are there before the first backward
     optimizer.register_step_pre_hook(label_gradients)
-    begun = []
 
     def forward_backward(*args):
-        begun.append(len(ledger.events))
+        ledger.micro_batch += 1
         return train.forward_backward(*args)
+
     x = torch.empty(cfg.batch_size, cfg.sizes.block_size, dtype=torch.int64)
     batches = SimpleNamespace(get=lambda *args: (x, x, 1.0), prefetch_next=lambda *args: None)
     scaler = SimpleNamespace(scale=1.0, accepts=lambda norm: True)  # a fake norm has no value
@@ -99,7 +98,7 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     ledger.events.clear()
     train.train_step(
         model, wrapped, optimizer, scaler, batches, 0, cfg, world, forward_backward)
-    return begun, ledger.timeline(on_gpu)  # now: afterwards memory is freed
+    return ledger.timeline(on_gpu)  # now: afterwards memory is freed
 
 
 # What FSDP2 allocates under a label. (post_forward: if reshard_after_forward is a number.)
@@ -127,6 +126,7 @@ class Event:
     what: str  # all_gather, reduce_scatter, all_reduce, all_to_all or free
     label: str  # FSDP2's, with the name of the unit unless it is the root
     row: int  # of the timeline, just after it
+    micro_batch: int  # from 1; the update's are of the last
     size: int = 0
     ranks: int = 1  # in the group
     stride: int = 1  # from one of these ranks to the next
@@ -148,6 +148,7 @@ class Ledger(TorchDispatchMode):
         self.changes = []  # [(entry, bytes more or less)]
         self.start = 0  # the number of changes before the step
         self.events = []
+        self.micro_batch = 0
         self.labels = [""]  # the innermost is last
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -177,7 +178,7 @@ class Ledger(TorchDispatchMode):
 
     def event(self, what, **collective):
         row = len(self.changes) - self.start
-        new = Event(what, self.labels[-1], row, **collective)
+        new = Event(what, self.labels[-1], row, self.micro_batch, **collective)
         last = self.events[-1] if self.events else None
         # A unit is freed, and in our DDP reduced, tensor by tensor.
         goes_on = last and replace(last, row=row, size=new.size) == new

@@ -262,7 +262,7 @@ def test_plan_rehearsed_collectives_are_the_closed_formula(name, more):
     ("all_to_all", 4, 1200), ("all_gather", 1, 0)])
 def test_plan_sent_bytes_are_a_rings(kind, ranks, sent):
     """(W - 1) / W of the buffer, here 1,600 bytes; twice that for an all-reduce."""
-    assert Event(kind, "", 0, 1600, ranks).sent() == sent
+    assert Event(kind, "", 0, 1, 1600, ranks).sent() == sent
 
 
 @pytest.mark.parametrize("size, host, device, argv, fits", [
@@ -329,7 +329,7 @@ A_SECOND = 0.5 * 989e12  # FLOPs
 def test_timing_of_a_step_is_a_sum_by_hand(link, flops, expected):
     """The first gather, the last reduction and clipping's all-reduce stand alone."""
     second = 360e9  # bytes of a whole buffer
-    events = [Event(what, label, 0, second, ranks=8, times=times) for what, label, times in (
+    events = [Event(what, label, 0, 1, second, ranks=8, times=times) for what, label, times in (
         ("all_gather", "FSDP::", 1), ("all_gather", "FSDP::", 3),
         ("reduce_scatter", "FSDP::", 1), ("all_reduce", "", 1))]
     machine = SimpleNamespace(**{**vars(H100), "link": link})
@@ -340,7 +340,7 @@ def test_timing_of_a_step_is_a_sum_by_hand(link, flops, expected):
     (8, 1, 360), (64, 1, 360),  # eight lines of 50 leave a node
     (2, 8, 50), (4, 4, 100)])
 def test_timing_a_ring_is_as_fast_as_its_slowest_link(ranks, stride, gb):
-    event = Event("all_gather", "", 0, 1, ranks, stride)
+    event = Event("all_gather", "", 0, 1, 1, ranks, stride)
     assert plan.rate(event, H100) == gb * 1e9
 
 
