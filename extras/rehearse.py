@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp
 import train
-from configurator import STRATEGIES, named_file
+from configurator import STRATEGIES
 from optimizer import allocate_state
 
 # The kinds of memory; the first two are the host's. A storage that was labelled twice is of the
@@ -57,6 +57,8 @@ def rehearse(cfg, world):
         for each in stand_ins(fake, ledger) + on_gpu * gpu_kernels():
             stack.enter_context(each)
         model = train.meta_model(cfg)
+        if hasattr(model, "convert"):  # as in train.build
+            model.convert(cfg, world)
         wrapped = train.parallelize(model, cfg, world)
         with fake, ledger:
             timeline = step(wrapped, model, cfg, world, ledger, on_gpu)
@@ -77,8 +79,6 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     if cfg.cuda_graph:  # a recorded step keeps its gradients
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-    if cfg.dtype == "float8":
-        named_file("dtype=float8", "float8").scale_each_step(model, optimizer)
 
     def label_gradients(*args):
         for p in model.parameters():
@@ -225,8 +225,11 @@ class Ledger(TorchDispatchMode):
 def storage_of(t):
     """Of the tensor with memory: a DTensor wraps this rank's rows, and torchao wraps float8's."""
     while is_traceable_wrapper_subclass(t):
-        inner, _ = t.__tensor_flatten__()
-        t = getattr(t, inner[0])
+        if hasattr(t, "_tensor"):  # torchao's weight: its __tensor_flatten__ reads a scale's value
+            t = t._tensor
+        else:
+            inner, _ = t.__tensor_flatten__()
+            t = getattr(t, inner[0])
     return t.untyped_storage()
 
 

@@ -121,8 +121,7 @@ def test_memory_is_of_storages_that_live():
 def live(cfg, world):
     """(bytes at the peak, {kind of collective: how many}) of the second of two real steps: rank
     0's own, in a group that sends nothing."""
-    # torch 2.13 makes no gloo group, such as the patient one, beside a fake one.
-    with fake_group(world), patch.object(train, "patient_barrier"), MemoryTracer() as tracer:
+    with fake_group(world), MemoryTracer() as tracer:
         model = train.meta_model(cfg)
         wrapped, optimizer = train.build(model, cfg, world)
         for step in range(2):  # the first makes the optimizer's state
