@@ -225,11 +225,9 @@ class Ledger(TorchDispatchMode):
 def storage_of(t):
     """Of the tensor with memory: a DTensor wraps this rank's rows, and torchao wraps float8's."""
     while is_traceable_wrapper_subclass(t):
-        if hasattr(t, "_tensor"):  # torchao's weight: its __tensor_flatten__ reads a scale's value
-            t = t._tensor
-        else:
-            inner, _ = t.__tensor_flatten__()
-            t = getattr(t, inner[0])
+        # torchao's own __tensor_flatten__ reads the value of a scale, which a fake one lacks.
+        name = "_tensor" if hasattr(t, "_tensor") else t.__tensor_flatten__()[0][0]
+        t = getattr(t, name)
     return t.untyped_storage()
 
 

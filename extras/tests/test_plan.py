@@ -256,6 +256,16 @@ def test_plan_rehearsed_collectives_are_the_closed_formula(name, more):
     assert collectives == formulas.traffic(train.meta_model(cfg), cfg, world)
 
 
+def test_plan_of_float8_gathers_a_byte_per_element():
+    """Of the blocks' matrices, 12 C^2 each, in forward and in backward."""
+    pytest.importorskip("torchao")
+    gathered = []
+    for model in ("gpt2", "gpt2+float8"):
+        _, events = rehearse(*placed(8, f"--model={model}", "--dtype=bfloat16"))
+        gathered.append(sum(event.size for event in events if event.what == "all_gather"))
+    assert gathered[0] - gathered[1] == 2 * 3 * 12 * 384**2
+
+
 @pytest.mark.parametrize("kind, ranks, sent", [
     ("all_reduce", 16, 3000), ("all_gather", 16, 1500), ("reduce_scatter", 2, 800),
     ("all_to_all", 4, 1200), ("all_gather", 1, 0)])
