@@ -22,7 +22,6 @@ train.py TOY
 extras/plan.py
   --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | divisor of 96
   --world_size=8 --strategy=single | python train.py
-  --world_size=8 --strategy=ddp --cpu_offload=0.5 | hybrid_shard
   --gpu=bogus | A100
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/a.txt --tokenizer=ODD/tokenizer.json | tokenizers

@@ -292,10 +292,10 @@ def test_plan_fits_in_two_thirds_of_a_gpu_and_a_nodes_host_memory(size, host, de
 
 
 @pytest.mark.parametrize("size, argv, expected", [
-    (1, [], "single full_shard"), (1, ["--cpu_offload=0.5"], "full_shard"),
+    (1, [], "single full_shard"),
     (8, [], "ddp shard_grad_op full_shard"), (16, HYBRID, "hybrid_shard"),
     (12, [], "ddp shard_grad_op full_shard"),  # 12 are no two nodes
-    (16, ["--cpu_offload=0.5"], "shard_grad_op full_shard hybrid_shard")])
+    (16, [], "ddp shard_grad_op full_shard hybrid_shard")])
 def test_plan_variants_are_the_strategies_that_the_keys_allow(size, argv, expected):
     todo = plan.variants(load_config(argv), size, MACHINE)
     assert [cfg.strategy for cfg, _ in todo if cfg.strategy in OURS] == expected.split()
