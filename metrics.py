@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from configurator import as_dict
 from ranks import print0
 
-# Dense bf16 FLOP/s by NVIDIA's data sheets.
+# Dense bf16 FLOP/s by NVIDIA's data sheets (V100: fp16).
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -36,6 +36,7 @@ PEAK_FLOPS = {
     "A100-SXM4-80GB": 312e12,
     "L40S": 362e12,
     "GeForce RTX 4090": 165e12,
+    "V100-SXM2-32GB": 125e12,
 }
 
 

@@ -1,6 +1,6 @@
 """
-Measure a real step on this rank: the bytes of all live tensors after each operation, and the
-number of collectives. It works on a CPU too, where PyTorch counts neither.
+Measure a real step on this rank, on a CPU too: the bytes of all live tensors after each operation,
+and the number of collectives.
 
     with MemoryTracer() as tracer:
         for step in range(2):  # the first step allocates the optimizer's state
@@ -8,9 +8,9 @@ number of collectives. It works on a CPU too, where PyTorch counts neither.
             train_step()
     print(max(tracer.bytes), tracer.collectives)
 
-The tracer knows a tensor from the first operation that takes or returns it. So trace a step before
-the one you measure. It doesn't see memory inside an operation (cuBLAS's workspace, NCCL's and
-gloo's buffers), nor the allocator's cache. The plan (extras/plan) predicts the same bytes.
+The tracer knows a tensor from the first operation that takes or returns it: trace a step before the
+one you measure. It sees neither memory inside an operation (cuBLAS's workspace, gloo's buffers) nor
+the allocator's cache. The plan (extras/plan.py) predicts the same bytes.
 """
 
 from collections import Counter

@@ -5,7 +5,7 @@
 #   python -m extras.plan extras/config/gpt3_13b.py --gpu_memory=80 --host_memory=512 \
 #       --cpu_offload=0.9
 #   torchrun --standalone --nproc_per_node=1 train.py extras/config/gpt3_13b.py --cpu_offload=0.9
-# Or on one V100 of 32 GB with 256 GB of host memory, as on fairseq's page; that plans 17.6 GiB, and
+# Or on one V100 of 32 GB with 256 GB of host memory, as on fairseq's page; that plans 12.2 GiB, and
 # 228 of the host:
 #   python -m extras.plan extras/config/gpt3_13b.py --gpu=V100 --host_memory=256 \
 #       --cpu_offload=1.0 --batch_size=8 --gradient_accumulation_steps=1 --checkpoint=none

@@ -20,7 +20,7 @@ from test_contract import (  # noqa: F401  pytest finds them here
 
 import train
 from configurator import resolve
-from extras.plan.rehearse import rehearse
+from extras.rehearse import KINDS, rehearse
 from ranks import World
 
 pytestmark = pytest.mark.slow
@@ -33,8 +33,8 @@ def test_contract_plan(tmp, model):
     world = World(size=2, local_size=2)
     cfg = resolve(small(tmp, model), world, distributed=True)
     device, _ = formulas.kept(train.meta_model(cfg), cfg, world)
-    timeline, marks, *_ = rehearse(cfg, world)
-    where = {name: n for n, name in marks}
-    _, parameters, _, gradients, *_ = timeline[where["optimizer"]]
-    assert parameters == device["parameters"]
-    assert gradients == pytest.approx(device["gradients"], rel=0.02)
+    timeline, events = rehearse(cfg, world)
+    [clipping] = [event for event in events if not event.label]
+    held = dict(zip(KINDS, timeline[clipping.row]))
+    assert held["parameters"] == device["parameters"]
+    assert held["gradients"] == pytest.approx(device["gradients"], rel=0.02)

@@ -19,12 +19,10 @@ load
 train.py TOY
   --init_from=no/such/dir | local directory
   --init_from=ODD/nothing | config.json
-extras/plan
+extras/plan.py
   --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | divisor of 96
   --world_size=8 --strategy=single | python train.py
-  --world_size=8 --strategy=ddp --cpu_offload=0.5 | hybrid_shard
   --gpu=bogus | A100
-  --tokens=1e9; --mfu=0.4; --link=100 | --gpu=H100
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/a.txt --tokenizer=ODD/tokenizer.json | tokenizers
   ODD/a.txt --tokenizer=ODD/folder | .save_pretrained(DIR)
