@@ -167,8 +167,8 @@ def test_huggingface_out_refuses_what_would_be_read_as_another_model(tmp_path):
     there = sorted(os.listdir(tmp_path))
     assert "(adapter_config.json, model-00001-of" in refused(export, source, str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == there
-    source.header["config"] = {"model": "moe"}
-    assert "model=moe" in refused(export, source, str(tmp_path))
+    source.header["config"] = {"model": "mine"}
+    assert "model=mine" in refused(export, source, str(tmp_path))
     source.header.update(config={"model": "llama"}, model_args=dict(qk_norm=True, qkv_bias=True))
     assert "qk_norm with qkv_bias" in refused(export, source, str(tmp_path))
 
