@@ -122,6 +122,17 @@ def test_metrics_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, 
     assert [(row["grad_norm"], row["own"]) for row in rows] == [(1.0, 0.25), (None, 0.25)]
 
 
+def test_metrics_a_pause_begins_when_the_gpu_has_done_its_steps(tmp, tmp_path, monkeypatch):
+    """The host is ahead of it: steps take 60 s, and the evaluation 40."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
+    log = metrics.Log(tiny(tmp), World(device=torch.device("cuda", 0)), str(tmp_path), "id", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: now.__setitem__(0, 60.0))
+    with log.paused():
+        now[0] = 100.0
+    assert now[0] - log.since == 60.0
+
+
 def test_metrics_a_run_says_what_decays_and_what_is_frozen(tmp, capsys):
     """Once, and each kind of layer once."""
     keys = dict(freeze=r"wpe|h\.1.*mlp", weight_decay=0.3, bias=False, n_layer=11)

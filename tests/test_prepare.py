@@ -26,14 +26,15 @@ from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
-from harness import HERE, children, flags, refused, script
+import tiktoken
+from harness import children, flags, refused, script
 
 from data import files, loader
 from data import prepare as prepare_py
 from data.files import RECORD, write_files
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
-from data.tokenizer import encoder, gpt2_bpe, tokenizer
+from data.tokenizer import encoder, tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported, which looks once
 
@@ -129,6 +130,14 @@ def test_prepare_cuts_few_documents_in_two(tmp_path, n, options):
     assert len(val) == pytest.approx(options.get("val_fraction", 0.1) * len(train + val), abs=1)
 
 
+def test_prepare_counts_tokens_and_not_bytes(monkeypatch):
+    """A split of 80 tokens is small, though it has 160 bytes."""
+    monkeypatch.setattr(prepare_py, "MANY", 100)
+    train, val = bytearray(2 * 400), bytearray(2 * 80)
+    prepare_py.hold_out(train, val, JOB, 0.1)
+    assert (len(train), len(val)) == (2 * 432, 2 * 48)
+
+
 def test_prepare_takes_names_columns_and_templates(tmp_path):
     """Names of files are no patterns; 0 is text, and null is none."""
     rows = [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}]
@@ -140,25 +149,33 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
         assert sorted(split_documents(train + val)) == expected
 
 
-BESIDE = os.path.abspath(os.path.join(HERE, "..", "shared"))  # has what needs a network
+@pytest.fixture
+def gpt2(monkeypatch):
+    """tiktoken with a vocabulary of our own, since GPT-2's is a download: the bytes, and some
+    tokens of several bytes."""
+    ranks = {bytes([i]): i for i in range(256)}
+    for text in (b"A: caf", b" the", b" sun", b"\n\n", b"\xf0\x9f\x8c"):
+        for end in range(2, len(text) + 1):
+            ranks[text[:end]] = len(ranks)
+    special = {"<|endoftext|>": 50256}
+    bpe = tiktoken.Encoding("gpt2", pat_str="(?s).+", mergeable_ranks=ranks, special_tokens=special)
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": bpe}.get)
+    encoder.cache_clear()
+    yield bpe
+    encoder.cache_clear()
 
 
-def gpt2_or_skip(monkeypatch):
-    if os.path.isdir(os.path.join(BESIDE, "tiktoken")):
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(BESIDE, "tiktoken"))
-    try:
-        return gpt2_bpe()
-    except SystemExit as e:
-        pytest.skip(e.code)
-
-
-def test_prepare_with_gpt2s_tokenizer(tmp_path, monkeypatch):
-    encode = gpt2_or_skip(monkeypatch).encode_ordinary
-    text = "the quick <|endoftext|> fox"  # what looks like a special token in a text is text
+def test_prepare_with_gpt2s_tokenizer(tmp_path, gpt2):
+    """What looks like a special token in a text is text; in a prompt it is the token."""
+    text = "the quick <|endoftext|> fox"
     (tmp_path / "a.txt").write_text(text)
     train, val = prepared([tmp_path / "a.txt"], tmp_path / "o", tokenizer="gpt2")
-    assert train + val == [*encode(text), 50256]
-    assert loader.read_meta(tmp_path / "o") == {"vocab_size": 50304, "tokenizer": "gpt2"}
+    assert train + val == [*gpt2.encode_ordinary(text), 50256]
+    meta = loader.read_meta(tmp_path / "o")
+    assert meta == {"vocab_size": 50304, "tokenizer": "gpt2"}
+    encode, decode, size = tokenizer(meta)
+    assert encode(text) == [*b"the quick ", 50256, *b" fox"]
+    assert (decode(encode(text)), size) == (text, 50257)
 
 
 def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
@@ -266,7 +283,8 @@ def test_prepare_replaces_nothing(tmp_path, monkeypatch, capsys):
     assert script("data/python_stdlib/prepare.py", f"--out={out}").returncode
     for other in ("--val_fraction=0.2", bad):
         assert "pass another --out" in refused(run_prepare, [*argv, other])
-    for changed in ([*rows, {"text": "one more"}], rows[1:], [{"text": "another"}, *rows[1:]]):
+    as_long = {"text": rows[0]["text"][::-1]}
+    for changed in ([*rows, {"text": "one more"}], rows[1:], [as_long, *rows[1:]]):
         write_jsonl(path, changed)
         assert "the documents are not those" in refused(run_prepare, argv)
     assert files_of(out) == before

@@ -16,7 +16,7 @@ from harness import HERE, refused
 from test_hf_tokenizer import make
 from test_prepare import (
     files_of,
-    gpt2_or_skip,
+    gpt2,  # noqa: F401  a fixture
     run_prepare,
     split_documents,
     starts_until_done,
@@ -25,7 +25,7 @@ from test_prepare import (
 
 from data import prepare as prepare_py
 from data.documents import render
-from data.tokenizer import encoder, gpt2_bpe
+from data.tokenizer import encoder
 from extras import masks
 
 
@@ -46,10 +46,10 @@ OF_FILES = dict(  # {name: the tokenizer in a file}
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", *OF_FILES])
-def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeypatch, name):
+def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, request, name):
     """A token that has one of the column's characters is learned. The end, if it follows them."""
     if name == "gpt2":
-        gpt2_or_skip(monkeypatch)
+        bpe = request.getfixturevalue("gpt2")
     is_file = name in OF_FILES
     hf = make(tmp_path, **OF_FILES[name]) if is_file else None
     own = encoder(str(tmp_path) if is_file else name)
@@ -57,7 +57,7 @@ def test_learn_masks_a_columns_characters_and_keeps_the_tokens(tmp_path, monkeyp
     def size_of(token):
         if is_file:
             return len(hf.id_to_token(token))
-        return 1 if name == "bytes" else len(gpt2_bpe().decode_single_token_bytes(token))
+        return 1 if name == "bytes" else len(bpe.decode_single_token_bytes(token))
 
     texts = ["", "caf\u00e9 ", "\U0001f31e\U0001f31e sun", "\n\n", " the sun"]
     for a, b in itertools.product(texts, texts):

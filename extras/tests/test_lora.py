@@ -142,6 +142,12 @@ def test_lora_samples_and_begins_on_other_adapters(tmp, single):
     assert state["model_args"]["base"] == os.path.join(tmp, "lora-base")
 
 
+def test_lora_from_other_adapters_leaves_their_base_where_it_is(tmp, base, single):
+    """A new run would move what is in its out_dir."""
+    line = refused(run_training, tmp, base, init_from=os.path.join(tmp, "lora-single"), **NAME)
+    assert base in line and os.path.exists(os.path.join(base, "ckpt.pt"))
+
+
 def test_lora_initial_values_are_a_linear_layers_and_zero():
     """A's bound is 1 / sqrt(its inputs), as nn.Linear's, and not its rank's."""
     for shape in ((4, 400), (400, 4)):

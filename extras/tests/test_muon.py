@@ -112,6 +112,11 @@ def test_muon_update_rule_is_pytorchs_in_bf16(tmp):
     assert len(matrices) == 12
 
 
+def test_muon_computes_in_fp32_under_float16(tmp):
+    """Its gradients are too small for float16."""
+    assert built(tmp, strategy="single", dtype="float16", **MUON).optimizer.dtype == torch.float32
+
+
 # ---------- mechanisms: who orthogonalizes what, and what is sent and kept -----
 
 MECHANISMS = {
