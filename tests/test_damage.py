@@ -283,10 +283,11 @@ def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, ca
     optimizer.step()
 
 
-def test_security_metadata_runs_no_code(out, tmp, tmp_path):
+def test_security_metadata_runs_no_code(out, tmp, tmp_path, monkeypatch):
     """DCP's own file, a pickle: through every door."""
     trap = tmp_path / "ran"
     (out / NEW / ".metadata").write_bytes(pickle.dumps(RunsCode(str(trap))))
     resumed(tmp, out)
+    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda text: [1], str, 67))
     sample.main([f"--out_dir={out}", "--max_new_tokens=1"])
     assert found(out) == 4 and not trap.exists()

@@ -108,13 +108,6 @@ def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
     assert numbers == [5, 6, 9, 11, 12, 14]
 
 
-def test_a_document_ends_once():
-    """Some tokenizers put the end there themselves; an empty text has it too."""
-    for ids in ([1, 256], [1], [], [256, 1]):
-        own = encoder("bytes")._replace(encode=lambda text, ids=ids: ids)
-        assert JOB.encode("x", own).tolist() == [*ids, *[256] * (ids[-1:] != [256])]
-
-
 @pytest.mark.parametrize("n, options", [
     (1, {}), (2, dict(val_fraction=0.5)), (100, {}),
     (100, dict(val_fraction=0.05))])  # the hash holds out five: some, but fewer than 10,000 tokens
@@ -176,22 +169,6 @@ def test_prepare_with_gpt2s_tokenizer(tmp_path, gpt2):
     encode, decode, size = tokenizer(meta)
     assert encode(text) == [*b"the quick ", 50256, *b" fox"]
     assert (decode(encode(text)), size) == (text, 50257)
-
-
-def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
-    """Short documents go to a worker together, and long ones do not pile up in memory."""
-    docs = ["x" * (1 << 18)] * 9
-    together = [len(chunk.documents) for chunk in prepare_py.chunks([(0.5, docs)], JOB.key)]
-    assert together == [4, 4, 1]
-    read = []
-    docs = (read.append(letter) or letter * (1 << 20) for letter in "abcdefgh")
-    found = []
-    chunks = prepare_py.chunks([(0.5, docs)], JOB.key)
-    for chunk, parts in prepare_py.tokenize(chunks, 1, JOB):
-        tokens = [np.frombuffer(part, np.uint16) for part in parts]
-        found += [doc[:1].decode() for doc in split_documents(np.concatenate(tokens))]
-        assert len(read) < chunk.rows + 5  # for one worker 4 wait
-    assert found == list("abcdefgh")
 
 
 @pytest.fixture
