@@ -238,16 +238,11 @@ class RunsCode:
 ODD = [  # an edit of ckpt.pt, what the line says
     (lambda c: c["config"].update(model="out-x.evil"), "no out-x.evil.py"),
     (lambda c: c["config"].update(seed=RunsCode("ran")), "tensors and plain values"),
-    (lambda c: c["model_args"].update(n_embd=30.5), "n_embd=30.5 must be of type int"),
     (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),
      "transformer.h.3.ln_1.weight"),
     (lambda c: c["model"].pop("transformer.h.2.ln_1.weight"), "transformer.h.2.ln_1.weight"),
-    (lambda c: c.update(param_names=c["param_names"][:2]), "not readable"),
     (lambda c: c.pop("iter_num"), "KeyError: 'iter_num'"),
-    (lambda c: c.update(model=3), "not readable"),
-    (lambda c: c.update(best_val_loss="low"), "not readable"),
-    (lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(3, 3)), "of another model"),
-    (lambda c: c["model_args"].update(dim=30), "no key dim (model=gpt2)")]  # llama2.c
+    (lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(3, 3)), "of another model")]
 
 
 @pytest.mark.parametrize("edit, message", ODD)

@@ -17,7 +17,6 @@ from harness import (
     plain_gpt,
     read_ckpt,
     read_metrics,
-    refused,
     run_training,
     tiny,
     values,
@@ -244,11 +243,6 @@ def blocks_of_rows(p, step):
     return dict(scales=p.detach().to_local().flatten()[:10].sum().view(1))
 
 
-def late(p, step):
-    count = dict(count=torch.tensor(step))
-    return count if step == 1 else dict(count, late=torch.zeros_like(p))
-
-
 def case_refused(tmp, of):
     """What is said to a run with this state."""
     with with_state(of), pytest.raises(ValueError) as e:
@@ -267,11 +261,3 @@ def test_own_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(tmp)
         assert zero == one and all(word in zero for word in ["transformer.wte.weight", *said])
         rows = read_metrics(f"{tmp}/{of.__name__}")
         assert [row["iter"] for row in rows] == [0]  # the evaluation before
-
-
-def test_own_state_that_comes_late_is_refused_when_the_run_resumes(tmp):
-    """Else it would start anew, without a word."""
-    with with_state(late):
-        run_training(tmp, "late", max_iters=2)
-        said = refused(run_training, tmp, "late", max_iters=4, init_from="resume")
-    assert "no late." in said

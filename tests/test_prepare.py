@@ -203,17 +203,6 @@ def test_prepare_takes_a_split_of_the_hub_for_val(tmp_path, monkeypatch, hub, sh
     assert "leave a split empty" in line
 
 
-@pytest.mark.parametrize("name, subset, splits", [
-    ("fineweb_edu", "sample-10BT", ["train"]),
-    ("wikitext103", "wikitext-103-raw-v1", ["validation", "train"])])
-def test_data_sets_of_the_hub_take_their_published_parts(tmp_path, hub, name, subset, splits):
-    p = script(f"data/{name}/prepare.py", "--tokenizer=bytes", f"--out={tmp_path}/o")
-    assert p.returncode == 0, p.stderr
-    calls = sys.modules["datasets"].load_dataset.call_args_list
-    asked = [(call.kwargs["name"], call.kwargs["split"]) for call in calls]
-    assert asked == [(subset, split) for split in splits]
-
-
 # ---------- the data sets that have a command of their own ----------------------
 
 
