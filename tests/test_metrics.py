@@ -133,22 +133,6 @@ def test_metrics_a_pause_begins_when_the_gpu_has_done_its_steps(tmp, tmp_path, m
     assert now[0] - log.since == 60.0
 
 
-def test_metrics_a_run_says_what_decays_and_what_is_frozen(tmp, capsys):
-    """Once, and each kind of layer once."""
-    keys = dict(freeze=r"wpe|h\.1.*mlp", weight_decay=0.3, bias=False, n_layer=11)
-    run_training(tmp, "decays", max_iters=1, **keys)
-    said = capsys.readouterr().out
-    first, second = re.findall("^weight_decay=(.*)", said, re.M)
-    # Who meant block 1 sees 10 too.
-    assert re.findall("^frozen, at least in part: (.*)", said, re.M) == [
-        "transformer.wpe.weight, transformer.h.1, transformer.h.10"]
-    layers = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
-    assert first == ", ".join(["0.3: transformer.wte.weight"] + [
-        f"transformer.h.*.{name}.weight" for name in layers])
-    assert second == "0.0: " + ", ".join(
-        f"transformer.{name}.weight" for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"))
-
-
 def test_metrics_wandb(tmp, tmp_path, monkeypatch):
     """wandb's run has our run's id; a resumed run goes on in it; rank 0 alone logs."""
     wandb = MagicMock()
