@@ -93,6 +93,7 @@ def backward(dtype, *how):
     save_on_cpu = torch.autograd.graph.save_on_cpu
 
     def spy(pin_memory):
+        assert pin_memory  # as it was told
         hooks = save_on_cpu()  # nothing is pinned without a GPU
         pack = hooks.pack_hook
         hooks.pack_hook = lambda t: packed.append(t) or pack(t)
@@ -110,7 +111,7 @@ def backward(dtype, *how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_offload_moves_the_blocks_inputs_and_no_weights(dtype):
     """Neither parameters nor autocast's copies of them; and backward gets the same numbers."""
-    grads, inputs, packed = backward(dtype, "full", True)
+    grads, inputs, packed = backward(dtype, "full", True, True)
     packed = [t for t in packed if t.numel()]  # checkpoint saves an empty tensor too
     assert [t.data_ptr() for t in packed] == [x.data_ptr() for x in inputs]
     assert [t.nbytes for t in packed] == 3 * [2 * 16 * 30 * 4]
