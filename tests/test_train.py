@@ -165,7 +165,7 @@ def test_start_from_another_run_takes_its_weights_alone(tmp, capsys):
     cfg, source, resumed = started(cfg, World())
     assert not resumed
     assert (source.header["iter_num"], source.header["best_val_loss"]) == (0, 1e9)
-    assert (source.header["scaler"], source.header["tokens"]) == (None, {})
+    assert source.header["scaler"] is None
     wrapped, optimizer = train.build(train.meta_model(cfg), cfg, World(), source)
     assert not optimizer.state  # it comes in the first step
     assert "lacks" not in capsys.readouterr().out  # nor was it wanted
