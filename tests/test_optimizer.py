@@ -253,7 +253,7 @@ def case_refused(tmp, of):
 def test_own_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(tmp):
     """Not at the first save, hours later. A rank's rows, resumed, would be another rank's, or be
     taken for the whole."""
-    words = {a_number: ["'seen'", "no tensor: 1"], own_rows: ["'mean'", "torch.zeros_like(p)"],
+    words = {a_number: ["'seen'", "a tensor: 1"], own_rows: ["'mean'", "torch.zeros_like(p)"],
              blocks_of_rows: ["'scales'", "differs between ranks"]}
     results = on_ranks(2, {of.__name__: (case_refused, dict(tmp=tmp, of=of)) for of in words})
     for of, said in words.items():
