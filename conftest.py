@@ -39,8 +39,8 @@ def pytest_addoption(parser):
                      "name, as train.py takes it; again for another")
     parser.addoption("--keys", action="append", help="for tests/test_contract.py: small values of "
                      "the file's own keys, e.g. --keys=n_inner=50")
-    parser.addoption("--optimizer", action="append", help="for tests/test_optimizer.py, and for "
-                     "test_contract.py's model: a name, as train.py takes it")
+    parser.addoption("--optimizer", action="append", help="for tests/test_contract.py: train "
+                     "with it; a name, as train.py takes it")
     parser.addoption("--ranks", action="store_true", help="for tests/test_contract.py: train the "
                      "file too, on 1 to 4 processes in every mode")
 

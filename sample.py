@@ -6,8 +6,7 @@ Sample text from a trained model.
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt    # or a hub name, a directory
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=FILE:/dev/stdin
 
-If no tokenizer is known, the samples are token ids, and so is the prompt: --start=1,2,3. An end
-of text ends no sample: the model goes on with another text.
+An end of text ends no sample: the model goes on with another text.
 """
 
 import inspect

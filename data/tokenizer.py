@@ -22,7 +22,7 @@ TOKENIZER = "tokenizer.json"
 
 def tokenizer(meta, directory=""):
     """(encode: str -> [id], decode: [id] -> str, number of real tokens). meta: read_meta's
-    result for `directory`. Without a tokenizer, text is comma-separated token ids."""
+    result for `directory`. SystemExit if it knows no tokenizer."""
     name = name_of(meta, directory)
     if name == "characters":
         return of_characters(meta["chars"])
@@ -36,7 +36,9 @@ def tokenizer(meta, directory=""):
     if name == "gpt2":
         bpe = gpt2_bpe()
         return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab
-    return of_ids(meta["vocab_size"], directory)
+    raise SystemExit(
+        f"{directory}: no tokenizer is known for vocab_size={meta['vocab_size']}; put the data's "
+        "meta.json or tokenizer.json there")
 
 
 def name_of(meta, directory):
@@ -49,18 +51,6 @@ def name_of(meta, directory):
         return TOKENIZER
     is_gpt2s = meta["vocab_size"] in (50257, 50304)  # the latter padded
     return "gpt2" if is_gpt2s else None
-
-
-def of_ids(vocab_size, directory):
-    def encode(text):
-        try:
-            return [int(word) for word in (text.strip() or "0").split(",")]
-        except ValueError:
-            raise SystemExit(
-                f"{directory}: no tokenizer is known for vocab_size={vocab_size}; pass token "
-                "ids, --start=1,2,3, or put the data's meta.json or tokenizer.json there")
-
-    return encode, lambda tokens: ",".join(map(str, tokens)), vocab_size
 
 
 def of_characters(chars):

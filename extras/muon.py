@@ -31,13 +31,8 @@ from optimizer import make as make_adamw
 
 
 def make(model, cfg):
-    """Muon for the model's `matrices()`, or else the blocks' 2-D parameters; AdamW for the
-    rest."""
-    if hasattr(model, "matrices"):
-        matrices = model.matrices()
-    else:
-        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-    matrices = [p for p in matrices if p.requires_grad]
+    """Muon for the blocks' 2-D parameters; AdamW for the rest."""
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2 and p.requires_grad]
     others = set(model.parameters()).difference(matrices)
     return Muon(
         matrices,
@@ -52,7 +47,7 @@ def make(model, cfg):
 
 class Muon(torch.optim.Optimizer):
     def __init__(self, matrices, adamw, lr, weight_decay, momentum, dtype=torch.float32):
-        """matrices: parameters of two dimensions, or stacks of such (more dimensions).
+        """matrices: parameters of two dimensions.
         adamw: an optimizer of all other parameters, which steps with this one.
         dtype: to send and to orthogonalize in, float32 or bfloat16."""
         muons = dict(
@@ -105,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         mine = owned[self.rank]
         columns = lines.split([sizes[p] for p in mine], dim=1)
         for p, column in zip(mine, columns):
-            whole = column.reshape(-1, *p.shape[1:])  # padding stays 0
+            whole = column.reshape(-1, p.size(1))  # padding stays 0
             column.copy_(orthogonalize(whole).reshape(column.shape))
         self.send_to_rows(lines, rows, by_owner)
 
@@ -116,15 +111,14 @@ class Muon(torch.optim.Optimizer):
             update = piece[:own.numel()].view(own.shape)
             if own.device.type != update.device.type:
                 update = to_host(update)
-            longer = max(p.shape[-2:])
-            scale = 0.2 * math.sqrt(longer)
+            scale = 0.2 * math.sqrt(max(p.shape))
             own.mul_(1 - lr * group["weight_decay"])
             own.add_(update, alpha=-lr * scale)
 
     def shard_size(self, p):
         """Elements of a rank's rows of p. All ranks send equally many, so the last ones pad."""
         most_rows = math.ceil(len(p) / self.sharing)
-        return most_rows * math.prod(p.shape[1:])
+        return most_rows * p.size(1)
 
     def nesterov(self, p, beta, piece):
         """Add this rank's rows of the gradient to its momentum, and write the direction of the
@@ -190,9 +184,7 @@ def to_host(t):
 
 def orthogonalize(m):
     """m with its singular values moved to between 0.7 and 1.2, by five steps of a
-    Newton-Schulz iteration with Jordan's coefficients. In a stack, each matrix by itself."""
-    if m.dim() > 2:
-        return torch.stack([orthogonalize(x) for x in m])
+    Newton-Schulz iteration with Jordan's coefficients."""
     tall = m.size(0) > m.size(1)
     x = m.T if tall else m  # so that x @ x.T is the smaller square
     norm = x.norm().clamp(min=1e-7)
@@ -217,7 +209,6 @@ def divide(matrices, world):
 
 
 def cost(m):
-    """Multiplications per iteration, for all matrices of a stack."""
-    short, long = sorted(m.shape[-2:])
-    matrices = m.numel() // (short * long)
-    return matrices * short**2 * (2 * long + short)
+    """Multiplications per iteration."""
+    short, long = sorted(m.shape)
+    return short**2 * (2 * long + short)

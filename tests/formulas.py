@@ -122,10 +122,8 @@ def gathered(unit, cfg, g):
 
 
 def muon_matrices(model, cfg):
-    """Of the blocks, what trains and is 2-D; or what the model says."""
+    """Of the blocks, what trains and is 2-D."""
     if cfg.optimizer != "muon":
         return []
     params = [p for p in model.blocks.parameters() if p.dim() == 2]
-    if hasattr(model, "matrices"):
-        params = model.matrices()
     return [p for p in params if p.requires_grad]

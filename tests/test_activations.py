@@ -1,6 +1,6 @@
 """
 What is kept for backward: the loss in chunks, what checkpointing keeps, the blocks' inputs in host
-memory. And how DDP keeps and sends gradients.
+memory.
 
     python -m pytest -q tests/test_activations.py
 """
@@ -10,13 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import built, on_ranks, plain_gpt, steps, values
+from harness import plain_gpt
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import activations
-import fsdp
-from optimizer import allocate_state
 
 # -----------------------------------------------------------------------------
 # the loss in chunks
@@ -49,24 +47,6 @@ def test_activations_only_one_chunk_of_logits_exists():
         assert (p.grad - grad).norm() <= 2e-2 * (grad.norm() + 1e-3)
 
 
-def test_activations_a_head_with_dropout_has_the_same_masks_when_a_chunk_is_recomputed():
-    """Backward recomputes the last chunk first."""
-    gpt = plain_gpt()
-    gpt.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), gpt.lm_head)
-    gpt.loss_chunks = 3
-    x = torch.randn(2, 12, gpt.config.n_embd, requires_grad=True)
-    targets = torch.arange(24).view(2, 12)
-    torch.manual_seed(1)
-    [found] = torch.autograd.grad(gpt.head_loss(x, targets)[1], x)
-    torch.manual_seed(1)
-    chunks = zip(x.chunk(3, dim=1), targets.chunk(3, dim=1))
-    loss = sum(
-        F.cross_entropy(gpt.lm_head(piece).flatten(0, 1), wanted.flatten(), reduction="sum")
-        for piece, wanted in chunks) / 24
-    [expected] = torch.autograd.grad(loss, x)
-    assert torch.allclose(found, expected, atol=1e-6)
-
-
 # -----------------------------------------------------------------------------
 # activation_checkpointing, activation_offload
 
@@ -95,11 +75,11 @@ def test_activations_selective_runs_only_the_cheap_parts_again(dtype, bias, prod
     assert full & activations.PRODUCTS == {getattr(torch.ops.aten, name) for name in products}
 
 
-def test_activations_selective_recomputes_a_higher_order_op():
-    """Such as FlexAttention, which has no overloads."""
-    op = torch.ops.higher_order.flex_attention
-    recomputes = activations.CheckpointPolicy.PREFER_RECOMPUTE
-    assert activations.keep_products(None, op) is recomputes
+def test_activations_selective_keeps_what_every_kernel_of_attention_returns():
+    """Which one PyTorch takes depends on the GPU and the type."""
+    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    ops = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names}
+    assert ops <= activations.PRODUCTS
 
 
 def backward(dtype, *how):
@@ -113,6 +93,7 @@ def backward(dtype, *how):
     save_on_cpu = torch.autograd.graph.save_on_cpu
 
     def spy(pin_memory):
+        assert pin_memory  # as it was told
         hooks = save_on_cpu()  # nothing is pinned without a GPU
         pack = hooks.pack_hook
         hooks.pack_hook = lambda t: packed.append(t) or pack(t)
@@ -130,7 +111,7 @@ def backward(dtype, *how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_offload_moves_the_blocks_inputs_and_no_weights(dtype):
     """Neither parameters nor autocast's copies of them; and backward gets the same numbers."""
-    grads, inputs, packed = backward(dtype, "full", True)
+    grads, inputs, packed = backward(dtype, "full", True, True)
     packed = [t for t in packed if t.numel()]  # checkpoint saves an empty tensor too
     assert [t.data_ptr() for t in packed] == [x.data_ptr() for x in inputs]
     assert [t.nbytes for t in packed] == 3 * [2 * 16 * 30 * 4]
@@ -151,67 +132,3 @@ def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix
     idx = torch.arange(32).view(2, 16)
     gpt(idx, idx)[1].backward()
     assert ran == {0: 1, 1: 2, 2: 2}
-
-
-def counted(block):
-    """The block, and a Counter of its forwards."""
-    ran, forward = Counter(), block.forward
-    block.forward = lambda *args, **kwargs: ran.update(["forward"]) or forward(*args, **kwargs)
-    return block, ran
-
-
-def test_activations_a_block_that_is_listed_twice_is_wrapped_once():
-    block, ran = counted(torch.nn.Linear(4, 4))
-    activations.checkpoint_activations([block, block], "full")
-    block(torch.ones(2, 4)).sum().backward()
-    assert ran["forward"] == 2
-    with patch.object(torch, "compile", lambda f, **options: ran.update(["compiled"]) or f):
-        activations.compile_blocks([block, block])
-    assert ran["compiled"] == 1
-
-
-def test_activations_a_frozen_block_is_checkpointed_if_a_gradient_comes_by_keyword():
-    block, ran = counted(torch.nn.Linear(4, 4).requires_grad_(False))
-    activations.checkpoint_activations([block], "full")
-    x = torch.ones(2, 4)
-    block(input=x)
-    assert ran["forward"] == 1
-    block(input=x.requires_grad_()).sum().backward()
-    assert ran["forward"] == 3
-
-
-# -----------------------------------------------------------------------------
-# DDP's gradients
-
-
-def case_storages(tmp):
-    """A gradient's norm after a micro-batch that is not reduced; how many storages hold the
-    gradients when each later micro-batch of two steps is fetched."""
-    with patch.object(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1):
-        run = built(tmp, strategy="ddp", gradient_accumulation_steps=6)
-    params = [*run.model.parameters()]
-    allocate_state(run.optimizer)  # as a resumed run does
-    fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=False, every=False)
-    run.wrapped(*run.batches.get(0, 0)[:2])[1].backward()
-    own = params[0].grad.norm().item()
-    run.optimizer.zero_grad(set_to_none=False)
-    counts = []
-    read = run.batches.read
-
-    def counted(step, micro):
-        grads = [p.grad for p in params]
-        counts.append(len({g if g is None else g.untyped_storage().data_ptr() for g in grads}))
-        return read(step, micro)
-
-    run.batches.read = counted
-    steps(run, n=2)
-    return own, counts[1:]
-
-
-def test_ddp_keeps_gradients_in_its_buckets_only(tmp):
-    """From the first micro-batch on: beside the buckets they would take 4 bytes a parameter. And
-    reduces none but the last's: not in the first step either, or resuming would round otherwise."""
-    (own, counts), (other, same) = values(on_ranks(2, {"": (case_storages, dict(tmp=tmp))}), "")
-    # DDP cuts its buckets after the first step: one parameter is then in a bucket of its own.
-    assert counts == same == 3 * [1] + 3 * [2]
-    assert own != other

@@ -9,16 +9,15 @@ own to NCCL: own_node.py.
 
 import functools
 import os
-import shutil
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import harness
 import pytest
 import torch
-from harness import TINY, built, on_ranks, plain_training, run_training, steps, tiny, values
+from harness import built, on_ranks, plain_training, run_training, tiny, values
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -53,7 +52,8 @@ MODES = {  # name: (ranks, keys)
     "ddp": (2, DDP),
     "full_shard": (2, SHARD),
     "shard_grad_op last": (2, ZERO1),
-    "half offloaded": (2, dict(SHARD, cpu_offload=0.5)),
+    # Adam divides by a gradient's size: only beside its eps does it show who has been clipped.
+    "half offloaded": (2, dict(SHARD, cpu_offload=0.5, grad_clip=1e-5)),
     "all offloaded": (2, dict(SHARD, cpu_offload=1.0, **RECOMPUTED)),
     "compiled": (2, dict(SHARD, compile=True)),
     "bfloat16": (2, dict(SHARD, **BF16)),
@@ -81,10 +81,11 @@ def trainings(tmp, device, runs):
             for name, keys in runs.items()}
 
 
-def same(tmp, results, name, n_embd=TINY["n_embd"], dtype="float32", **keys):
+def same(tmp, results, name, dtype="float32", **keys):
     """The losses, and in fp32 the gradients' norms, of plain PyTorch on a CPU. keys: the run's."""
     rows = values(results, name)[0]
-    losses, norms, *_ = plain_training(tiny(tmp, n_embd=n_embd))
+    theirs = {key: keys[key] for key in ("n_embd", "grad_clip") if key in keys}
+    losses, norms, *_ = plain_training(tiny(tmp, **theirs))
     exact = dtype == "float32"
     assert [loss for loss, _ in rows] == pytest.approx(losses, rel=2e-5 if exact else 5e-3)
     if exact:
@@ -117,65 +118,6 @@ def test_cuda_float16_overflow_on_one_rank_skips_the_step_on_both(trained):
     zero, one = values(trained(2), "overflow")
     assert zero["scale"] == [1024.0, 512.0, 512.0] and one["scale"][2] == 512.0
     assert zero["moved"] == zero["unmoved"] == []
-
-
-@pytest.mark.slow
-def test_cuda_ranks_resume_on_fewer_and_more(tmp):
-    stopped = {kind: dict(SHARD, checkpoint=kind) for kind in ("sharded", "full")}
-    runs = {f"{kind} on 2": dict(keys, max_iters=3, eval_interval=3)
-            for kind, keys in stopped.items()}
-    results = on_ranks(2, trainings(tmp, "cuda", runs))
-    for name in runs:
-        values(results, name)
-    for world in (1, 4):
-        resumed = {}
-        for kind, keys in stopped.items():
-            name = f"{kind} on 2, then {world}"
-            shutil.copytree(f"{tmp}/cuda {kind} on 2", f"{tmp}/cuda {name}")
-            resumed[name] = dict(keys, init_from="resume")
-        results = on_ranks(world, trainings(tmp, "cuda", resumed))
-        for name in resumed:
-            same(tmp, results, name)
-
-
-@contextmanager
-def no_synchronization(device):
-    """Inside, the host must not wait for the device. On a CPU: ask for no number."""
-    def asked(*args):
-        raise AssertionError("the host would wait for the GPU here")
-
-    if device == "cpu":
-        names = ("item", "tolist", "__bool__", "__float__")
-        with patch.multiple(torch.Tensor, **{name: asked for name in names}):
-            yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def case_unlogged_steps(tmp, device, **keys):
-    run = built(tmp, device=device, **keys)
-    scaler = LossScaler(run.cfg)
-    steps(run, scaler=scaler)  # makes the optimizer's state
-    with no_synchronization(device):
-        for step in (1, 2):
-            numbers = train.train_step(
-                run.model, run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg,
-                run.world, run.forward_backward)
-    return [number.item() for number in numbers.values()]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_cuda_unlogged_steps_do_not_wait(tmp, device):
-    cases = {name: (case_unlogged_steps, dict(tmp=tmp, device=device, **MODES[name][1]))
-             for name in ("single", "selective", "loss_chunks")}
-    results = on_ranks(1, cases)
-    losses, norms, *_ = plain_training(tiny(tmp))
-    for name in cases:
-        assert values(results, name) == [pytest.approx([losses[2], norms[2]], rel=2e-5)]
 
 
 # ---------- parts, on any machine ---------------------------------------------

@@ -238,16 +238,11 @@ class RunsCode:
 ODD = [  # an edit of ckpt.pt, what the line says
     (lambda c: c["config"].update(model="out-x.evil"), "no out-x.evil.py"),
     (lambda c: c["config"].update(seed=RunsCode("ran")), "tensors and plain values"),
-    (lambda c: c["model_args"].update(n_embd=30.5), "n_embd=30.5 must be of type int"),
     (lambda c: c["model"].update({"transformer.h.3.ln_1.weight": torch.ones(30)}),
      "transformer.h.3.ln_1.weight"),
     (lambda c: c["model"].pop("transformer.h.2.ln_1.weight"), "transformer.h.2.ln_1.weight"),
-    (lambda c: c.update(param_names=c["param_names"][:2]), "not readable"),
     (lambda c: c.pop("iter_num"), "KeyError: 'iter_num'"),
-    (lambda c: c.update(model=3), "not readable"),
-    (lambda c: c.update(best_val_loss="low"), "not readable"),
-    (lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(3, 3)), "of another model"),
-    (lambda c: c["model_args"].update(dim=30), "no key dim (model=gpt2)")]  # llama2.c
+    (lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(3, 3)), "of another model")]
 
 
 @pytest.mark.parametrize("edit, message", ODD)
@@ -283,10 +278,11 @@ def test_damage_optimizer_state_that_is_missing_is_said(sound, tmp, tmp_path, ca
     optimizer.step()
 
 
-def test_security_metadata_runs_no_code(out, tmp, tmp_path):
+def test_security_metadata_runs_no_code(out, tmp, tmp_path, monkeypatch):
     """DCP's own file, a pickle: through every door."""
     trap = tmp_path / "ran"
     (out / NEW / ".metadata").write_bytes(pickle.dumps(RunsCode(str(trap))))
     resumed(tmp, out)
+    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda text: [1], str, 67))
     sample.main([f"--out_dir={out}", "--max_new_tokens=1"])
     assert found(out) == 4 and not trap.exists()

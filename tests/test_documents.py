@@ -121,16 +121,10 @@ def test_what_a_value_says_is_no_template_and_no_pattern(tmp_path):
 
 @pytest.mark.parametrize("name, content, after, said", [
     ("a.jsonl", '{"text": "a"}\n\n{"text": "b\n{"text": "c"}\n', 1, "control character"),
-    ("a.jsonl", '{"text": "a"}\n{"text": "a"} {"text": "b"}\n', 1, "Extra data"),
-    ("a.jsonl", '{"text": "a"}\n["b"]\n', 1, "not a mapping"),
-    ("a.jsonl", '{"text": 1}\n{"text": 01}\n', 1, "Expecting"),
     ("a.jsonl", b'{"text": "a"}\n' * 9000 + b'{"text": "\xff"}\n', None, "utf-8"),
-    ("a.jsonl", '{"text": "\u00e9"}\n'.encode("utf-16"), 0, "utf-8"),
     ("a.json", '[{"text": "a"},\n {"text": "b"\n}', 0, "Expecting"),
     ("a.csv", 'text,n\na,1\n"b,2\nc,3\n', 1, "unexpected end of data"),
-    ("a.csv", 'text,n\n"a\n\nb",1\n"c" d,2\n', 1, "expected after"),
     ("a.csv", "text,n\na,1\nb, c,2\n", 1, "quote it"),
-    ("a.csv", "text;n\na;1,5\n", 0, "quote it"),
     ("a.csv", "text,n,text\na,1,b\n", 0, "two columns have one name"),
     # quotes as text, which begin and end a field
     ("a.tsv", 'n\ttext\n1\ta\n2\t"b!\n3\tc\n4\td"\n5\te\n', 1, "quote it"),
@@ -145,9 +139,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, after, said):
 
 @pytest.mark.parametrize("name, content, said", [
     ("a.jsonl", '{"text": "a"}\n{"text": {"b": 1, "b": 2}}\n', "row 2: no text in column text"),
-    ("a.jsonl", '{"text": "a"}\n{"text": ["b"], "n": 1}\n', "row 2: .* here n"),
-    ("a.jsonl", '{"body": "a"}\n{"text": "b"}\n', "row 1: .* here body"),
-    ("a.csv", "text\tn\na\t1\n", "row 1: .* here text\tn")])
+    ("a.jsonl", '{"body": "a"}\n{"text": "b"}\n', "row 1: .* here body")])
 def test_a_row_without_the_column_is_named(tmp_path, name, content, said):
     assert re.search(f"{tmp_path}/{name}: {said}", refused(texts, tmp_path / name, content))
 

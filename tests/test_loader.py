@@ -107,31 +107,6 @@ def test_an_evaluations_windows_are_evenly_spread():
     assert loader.eval_order(3, 5).tolist() == [0, 1, 2]
 
 
-# ---------- a class of one's own, as docs/fork.md says --------------------------
-
-
-class Numbers(TokenFiles):
-    """The numbers from w on, for window w."""
-
-    def __init__(self, directory, split, block_size, vocab_size):
-        self.block_size = block_size
-        self.tokens_in_all = 500 * block_size
-
-    def __len__(self):
-        return 500
-
-    def batch(self, windows):
-        x = torch.as_tensor(windows)[:, None] + torch.arange(self.block_size)
-        return x % 67, (x + 1) % 67
-
-
-def test_a_class_of_ones_own_needs_no_files(tmp, monkeypatch):
-    monkeypatch.setattr(loader, "TokenFiles", Numbers)
-    for part in batches_of(tmp, 2, gradient_accumulation_steps=4):
-        x, y, weight = part.get(3, 1)
-        assert torch.equal((x + 1) % 67, y) and weight == 1
-
-
 # ---------- files ---------------------------------------------------------------
 
 
@@ -165,15 +140,6 @@ def test_a_file_of_another_type_is_refused(tmp_path, dtype):
     tokens = np.random.default_rng(0).integers(65, size=5000)
     tokens.astype(dtype).tofile(tmp_path / "train.bin")
     assert "write uint16" in refused(TokenFiles, tmp_path, "train", 16, 65)
-
-
-@pytest.mark.parametrize("tokens", [
-    np.zeros(5000), np.arange(5000) % 2, (np.arange(5000) + 1) % 2,
-    np.random.default_rng(0).integers(5, size=5000) ** 5 * (np.arange(5000) % 5 == 0)])
-def test_odd_data_of_uint16_is_taken(tmp_path, tokens):
-    """Of zeros, of few different ones, of a short period."""
-    tokens.astype(np.uint16).tofile(tmp_path / "train.bin")
-    assert len(TokenFiles(tmp_path, "train", 16, 1025)) == 312
 
 
 def test_a_window_needs_one_token_more_than_its_length(tmp_path):

@@ -1,29 +1,22 @@
 """
 AdamW's groups, the learning rate, and an optimizer of one's own, whose state has other shapes than
-its parameters. AdamW's numbers are tested in test_fsdp.py, state to be loaded into in
-test_activations.py.
+its parameters. AdamW's numbers are tested in test_fsdp.py.
 
     python -m pytest -q tests/test_optimizer.py
 """
 
 import itertools
 import math
-import os
-import re
-from contextlib import suppress
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import (
-    HERE,
     on_ranks,
     plain_gpt,
     read_ckpt,
     read_metrics,
-    refused,
     run_training,
     tiny,
     values,
@@ -32,9 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import fsdp
 import train
-from configurator import Config, resolve
+from configurator import Config
 from optimizer import LossScaler, learning_rate_at, make
-from ranks import World
 
 
 def test_optimizer_groups_are_nanogpts(tmp):
@@ -123,6 +115,15 @@ def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):
     assert scaler.state_dict() == {key: state[key] for key in ("scale", "_growth_tracker")}
 
 
+def test_optimizer_resumed_takes_this_runs_weight_decay(tmp):
+    """The checkpoint's, and AdamW's own default, are others."""
+    for max_iters, decay in ((1, 0.1), (2, 0.5)):
+        run = dict(max_iters=max_iters, weight_decay=decay, init_from="auto", eval_interval=1)
+        run_training(tmp, "decays-more", **run)
+    groups = read_ckpt(f"{tmp}/decays-more")["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+
+
 # -----------------------------------------------------------------------------
 # an optimizer of one's own
 
@@ -204,6 +205,14 @@ def test_own_groups_have_learning_rates_of_their_own(tmp):
     assert seen == [[0.05, 0.1]] * 2
 
 
+def test_own_optimizer_of_another_models_parameters_is_refused(tmp):
+    def make(model, cfg):
+        return torch.optim.SGD(plain_gpt().parameters())
+
+    with patch.object(train, "make_optimizer", make), pytest.raises(ValueError, match="model's"):
+        run_training(tmp, "foreign")
+
+
 def with_state(of):
     """What makes an SGD that keeps of(p, step) of each parameter, {name: value}, from step 1 on."""
     def make(model, cfg):
@@ -234,16 +243,6 @@ def blocks_of_rows(p, step):
     return dict(scales=p.detach().to_local().flatten()[:10].sum().view(1))
 
 
-def alike(p, step):
-    """The same on all ranks, though its shape may by chance be that of a rank's rows."""
-    return dict(count=torch.tensor(step), ones=torch.ones(len(p) // 2, *p.shape[1:]))
-
-
-def late(p, step):
-    count = dict(count=torch.tensor(step))
-    return count if step == 1 else dict(count, late=torch.zeros_like(p))
-
-
 def case_refused(tmp, of):
     """What is said to a run with this state."""
     with with_state(of), pytest.raises(ValueError) as e:
@@ -254,7 +253,7 @@ def case_refused(tmp, of):
 def test_own_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(tmp):
     """Not at the first save, hours later. A rank's rows, resumed, would be another rank's, or be
     taken for the whole."""
-    words = {a_number: ["'seen'", "no tensor: 1"], own_rows: ["'mean'", "torch.zeros_like(p)"],
+    words = {a_number: ["'seen'", "a tensor: 1"], own_rows: ["'mean'", "torch.zeros_like(p)"],
              blocks_of_rows: ["'scales'", "differs between ranks"]}
     results = on_ranks(2, {of.__name__: (case_refused, dict(tmp=tmp, of=of)) for of in words})
     for of, said in words.items():
@@ -262,82 +261,3 @@ def test_own_state_that_no_checkpoint_can_hold_is_refused_in_the_first_step(tmp)
         assert zero == one and all(word in zero for word in ["transformer.wte.weight", *said])
         rows = read_metrics(f"{tmp}/{of.__name__}")
         assert [row["iter"] for row in rows] == [0]  # the evaluation before
-
-
-def case_alike(tmp):
-    with with_state(alike):
-        return run_training(tmp, "alike", strategy="full_shard", max_iters=2)[-1]["iter"]
-
-
-def test_own_state_that_is_alike_on_all_ranks_is_not_refused(tmp):
-    assert values(on_ranks(2, {"alike": (case_alike, dict(tmp=tmp))}), "alike") == [1, 1]
-
-
-def test_own_state_that_comes_late_is_refused_when_the_run_resumes(tmp):
-    """Else it would start anew, without a word."""
-    with with_state(late):
-        run_training(tmp, "late", max_iters=2)
-        said = refused(run_training, tmp, "late", max_iters=4, init_from="resume")
-    assert "no late." in said
-
-
-def pytest_generate_tests(metafunc):
-    if "named" in metafunc.fixturenames:
-        metafunc.parametrize("named", metafunc.config.getoption("--optimizer") or ["adamw"])
-
-
-def case_named(tmp, name, max_iters=4, **keys):
-    """Losses of a run with an optimizer of the key's."""
-    keys.update(learning_rate=1e-3, gradient_accumulation_steps=6, max_iters=max_iters)
-    return [row["loss"] for row in run_training(tmp, name, **keys)]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # for the last, on one
-def test_every_optimizer_agrees_sharded_and_resumed(tmp, named):
-    """The strategies have one process's losses, but those that `conflicts` has a row against; and
-    so has a run of 2 ranks that goes on on 3, and then on one, by both kinds of checkpoint."""
-    whole = case_named(tmp, f"{named}-whole", optimizer=named)
-    cases = {}
-    for name in ("ddp", "shard_grad_op", "full_shard"):
-        own = dict(optimizer=named, strategy=name)
-        with suppress(SystemExit):
-            resolve(Config(**own), World(size=2), True)
-            cases[name] = (case_named, dict(own, tmp=tmp, name=f"{named}-{name}"))
-    if not cases:
-        pytest.skip("it runs in one process only")
-    own["strategy"] = list(cases)[-1]
-    runs = {kind: dict(own, tmp=tmp, name=f"{named}-{kind}", checkpoint=kind, init_from="auto")
-            for kind in ("full", "sharded")}
-    for world in (2, 3):
-        for kind, run in runs.items():
-            cases[kind] = case_named, dict(run, max_iters=world)
-        results = on_ranks(world, cases)
-        for name in cases:
-            losses = values(results, name)[0]
-            assert losses == pytest.approx(whole[:len(losses)], rel=1e-6), name
-        cases = {}
-    for run in runs.values():
-        assert case_named(**dict(run, strategy="single")) == pytest.approx(whole, rel=1e-6)
-
-
-def case_stock(tmp, optimizer):
-    """Losses of a run with one of PyTorch's optimizers."""
-    def make(model, cfg):
-        return getattr(torch.optim, optimizer)(model.parameters(), lr=cfg.learning_rate)
-
-    with patch.object(train, "make_optimizer", make):
-        name = f"{optimizer}-{dist.is_initialized()}"
-        rows = run_training(tmp, name, max_iters=4, eval_interval=4, gradient_accumulation_steps=3)
-    return [row["loss"] for row in rows]
-
-
-def test_stock_optimizers_agree_sharded(tmp):
-    """Those of which docs/switches.md says so: on 3 ranks as on one process."""
-    with open(os.path.join(HERE, "docs", "switches.md")) as f:
-        row = re.search(r"^\| (SGD, .*?) \|", f.read(), re.M)[1]
-    names = row.split(", ")
-    sharded = on_ranks(3, {name: (case_stock, dict(tmp=tmp, optimizer=name)) for name in names})
-    for name in names:
-        alone = case_stock(tmp, name)
-        assert values(sharded, name)[0] == pytest.approx(alone, rel=1e-6), name

@@ -26,14 +26,15 @@ from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
-from harness import HERE, children, flags, refused, script
+import tiktoken
+from harness import children, flags, refused, script
 
 from data import files, loader
 from data import prepare as prepare_py
 from data.files import RECORD, write_files
 from data.loader import TokenFiles
 from data.shakespeare_char import prepare as shakespeare_char
-from data.tokenizer import encoder, gpt2_bpe, tokenizer
+from data.tokenizer import encoder, tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported, which looks once
 
@@ -107,13 +108,6 @@ def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
     assert numbers == [5, 6, 9, 11, 12, 14]
 
 
-def test_a_document_ends_once():
-    """Some tokenizers put the end there themselves; an empty text has it too."""
-    for ids in ([1, 256], [1], [], [256, 1]):
-        own = encoder("bytes")._replace(encode=lambda text, ids=ids: ids)
-        assert JOB.encode("x", own).tolist() == [*ids, *[256] * (ids[-1:] != [256])]
-
-
 @pytest.mark.parametrize("n, options", [
     (1, {}), (2, dict(val_fraction=0.5)), (100, {}),
     (100, dict(val_fraction=0.05))])  # the hash holds out five: some, but fewer than 10,000 tokens
@@ -129,6 +123,14 @@ def test_prepare_cuts_few_documents_in_two(tmp_path, n, options):
     assert len(val) == pytest.approx(options.get("val_fraction", 0.1) * len(train + val), abs=1)
 
 
+def test_prepare_counts_tokens_and_not_bytes(monkeypatch):
+    """A split of 80 tokens is small, though it has 160 bytes."""
+    monkeypatch.setattr(prepare_py, "MANY", 100)
+    train, val = bytearray(2 * 400), bytearray(2 * 80)
+    prepare_py.hold_out(train, val, JOB, 0.1)
+    assert (len(train), len(val)) == (2 * 432, 2 * 48)
+
+
 def test_prepare_takes_names_columns_and_templates(tmp_path):
     """Names of files are no patterns; 0 is text, and null is none."""
     rows = [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}]
@@ -140,41 +142,33 @@ def test_prepare_takes_names_columns_and_templates(tmp_path):
         assert sorted(split_documents(train + val)) == expected
 
 
-BESIDE = os.path.abspath(os.path.join(HERE, "..", "shared"))  # has what needs a network
+@pytest.fixture
+def gpt2(monkeypatch):
+    """tiktoken with a vocabulary of our own, since GPT-2's is a download: the bytes, and some
+    tokens of several bytes."""
+    ranks = {bytes([i]): i for i in range(256)}
+    for text in (b"A: caf", b" the", b" sun", b"\n\n", b"\xf0\x9f\x8c"):
+        for end in range(2, len(text) + 1):
+            ranks[text[:end]] = len(ranks)
+    special = {"<|endoftext|>": 50256}
+    bpe = tiktoken.Encoding("gpt2", pat_str="(?s).+", mergeable_ranks=ranks, special_tokens=special)
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": bpe}.get)
+    encoder.cache_clear()
+    yield bpe
+    encoder.cache_clear()
 
 
-def gpt2_or_skip(monkeypatch):
-    if os.path.isdir(os.path.join(BESIDE, "tiktoken")):
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", os.path.join(BESIDE, "tiktoken"))
-    try:
-        return gpt2_bpe()
-    except SystemExit as e:
-        pytest.skip(e.code)
-
-
-def test_prepare_with_gpt2s_tokenizer(tmp_path, monkeypatch):
-    encode = gpt2_or_skip(monkeypatch).encode_ordinary
-    text = "the quick <|endoftext|> fox"  # what looks like a special token in a text is text
+def test_prepare_with_gpt2s_tokenizer(tmp_path, gpt2):
+    """What looks like a special token in a text is text; in a prompt it is the token."""
+    text = "the quick <|endoftext|> fox"
     (tmp_path / "a.txt").write_text(text)
     train, val = prepared([tmp_path / "a.txt"], tmp_path / "o", tokenizer="gpt2")
-    assert train + val == [*encode(text), 50256]
-    assert loader.read_meta(tmp_path / "o") == {"vocab_size": 50304, "tokenizer": "gpt2"}
-
-
-def test_prepare_sends_a_million_characters_at_a_time_and_keeps_their_order():
-    """Short documents go to a worker together, and long ones do not pile up in memory."""
-    docs = ["x" * (1 << 18)] * 9
-    together = [len(chunk.documents) for chunk in prepare_py.chunks([(0.5, docs)], JOB.key)]
-    assert together == [4, 4, 1]
-    read = []
-    docs = (read.append(letter) or letter * (1 << 20) for letter in "abcdefgh")
-    found = []
-    chunks = prepare_py.chunks([(0.5, docs)], JOB.key)
-    for chunk, parts in prepare_py.tokenize(chunks, 1, JOB):
-        tokens = [np.frombuffer(part, np.uint16) for part in parts]
-        found += [doc[:1].decode() for doc in split_documents(np.concatenate(tokens))]
-        assert len(read) < chunk.rows + 5  # for one worker 4 wait
-    assert found == list("abcdefgh")
+    assert train + val == [*gpt2.encode_ordinary(text), 50256]
+    meta = loader.read_meta(tmp_path / "o")
+    assert meta == {"vocab_size": 50304, "tokenizer": "gpt2"}
+    encode, decode, size = tokenizer(meta)
+    assert encode(text) == [*b"the quick ", 50256, *b" fox"]
+    assert (decode(encode(text)), size) == (text, 50257)
 
 
 @pytest.fixture
@@ -207,17 +201,6 @@ def test_prepare_takes_a_split_of_the_hub_for_val(tmp_path, monkeypatch, hub, sh
     assert both(tmp_path / "p") == [hub["train"][:30], hub["validation"]]
     line = refused(run_prepare, [*argv, "--val_split=test", f"--out={tmp_path}/q"])
     assert "leave a split empty" in line
-
-
-@pytest.mark.parametrize("name, subset, splits", [
-    ("fineweb_edu", "sample-10BT", ["train"]),
-    ("wikitext103", "wikitext-103-raw-v1", ["validation", "train"])])
-def test_data_sets_of_the_hub_take_their_published_parts(tmp_path, hub, name, subset, splits):
-    p = script(f"data/{name}/prepare.py", "--tokenizer=bytes", f"--out={tmp_path}/o")
-    assert p.returncode == 0, p.stderr
-    calls = sys.modules["datasets"].load_dataset.call_args_list
-    asked = [(call.kwargs["name"], call.kwargs["split"]) for call in calls]
-    assert asked == [(subset, split) for split in splits]
 
 
 # ---------- the data sets that have a command of their own ----------------------
@@ -266,7 +249,8 @@ def test_prepare_replaces_nothing(tmp_path, monkeypatch, capsys):
     assert script("data/python_stdlib/prepare.py", f"--out={out}").returncode
     for other in ("--val_fraction=0.2", bad):
         assert "pass another --out" in refused(run_prepare, [*argv, other])
-    for changed in ([*rows, {"text": "one more"}], rows[1:], [{"text": "another"}, *rows[1:]]):
+    as_long = {"text": rows[0]["text"][::-1]}
+    for changed in ([*rows, {"text": "one more"}], rows[1:], [as_long, *rows[1:]]):
         write_jsonl(path, changed)
         assert "the documents are not those" in refused(run_prepare, argv)
     assert files_of(out) == before

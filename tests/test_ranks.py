@@ -83,6 +83,12 @@ def test_ranks_that_are_told_to_take_a_gpu_where_there_is_none(monkeypatch):
     assert "--device=cpu" in refused(ranks.setup, "cuda", "auto")
 
 
+def test_ranks_have_a_gpu_each_whichever_is_named(monkeypatch):
+    with_gpus(monkeypatch, 2)
+    assert [ranks.pick_device("cuda:1", rank, 2).index for rank in (0, 1)] == [0, 1]
+    assert ranks.pick_device("cuda:1").index == 1  # alone
+
+
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 OLDER = "PYTORCH_CUDA_ALLOC_CONF"
 REGISTER = "NCCL_GRAPH_REGISTER"

@@ -1,12 +1,11 @@
 """
-sample.py: text from any checkpoint, with or without a tokenizer.
+sample.py: text from any checkpoint.
 
     python -m pytest -q tests/test_sample.py
 """
 
 import math
 import os
-import re
 import shutil
 from dataclasses import asdict
 from unittest.mock import patch
@@ -46,24 +45,17 @@ def saved_gpt(path, vocab_size, meta):
 
 
 @pytest.mark.parametrize("vocab_size, meta, known", [
-    (67, {}, False), (128256, {"vocab_size": 128256}, False), (67, {"tokenizer": "own"}, False),
+    (67, {}, False), (67, {"tokenizer": "own"}, False),
     (67, {"chars": ["a", "b"]}, True), (257, {"vocab_size": 257, "tokenizer": "bytes"}, True)])
-def test_sample_without_a_tokenizer_reads_and_prints_ids(
-        tmp_path, capsys, vocab_size, meta, known):
+def test_sample_needs_a_tokenizer_and_no_data(tmp_path, capsys, vocab_size, meta, known):
     saved_gpt(tmp_path, vocab_size, meta)
-    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3"]
-
-    def said(*more):
-        sample.main([*argv, *more])
-        return capsys.readouterr().out
-
+    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--start=a"]
     if known:
-        assert said("--start=a").startswith("a")
+        sample.main(argv)
+        assert capsys.readouterr().out.startswith("a")
     else:
-        assert re.match(r"5,66,\d+,\d+,\d+\n-", said("--start=5,66"))
-        assert re.match(r"0,\d+,\d+,\d+\n-", said())
-        why = refused(sample.main, [*argv, "--start=a"])
-        assert "gone" in why and f"vocab_size={vocab_size}" in why and "--start=1,2,3" in why
+        line = refused(sample.main, argv)
+        assert "gone" in line and f"vocab_size={vocab_size}" in line
 
 
 def test_sample_cuts_a_long_prompt_at_its_beginning(tmp_path, capsys):

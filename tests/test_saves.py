@@ -176,6 +176,16 @@ def test_best_one_whose_save_failed_bars_no_other(sharded):
     assert header["best_val_loss"] == 2.5 and not saver.improves(2.6)
 
 
+def test_best_of_a_resumed_run_stays_where_its_first_save_fails(sharded):
+    saver, run, out = sharded
+    complete(saver, run, 1)  # with 2.5
+    again = claimed(run, out, found(out), resumed=True)
+    assert again.improves(2.0)
+    saver.written.put(DISK_FULL)
+    again.save(run.model, run.optimizer, NO_SCALER, 2)
+    assert not again.improves(2.6)
+
+
 def test_saves_by_the_clock(tmp, tmp_path, capsys):
     run_training(tmp, str(tmp_path / "out"), max_iters=8, eval_interval=2, save_interval=3)
     assert re.findall("saved step (.+?) ", capsys.readouterr().out) == ["3", "6", "8"]

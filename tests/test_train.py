@@ -13,6 +13,7 @@ import re
 import signal
 import threading
 from dataclasses import asdict
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -121,6 +122,13 @@ def test_option_dropout_is_on_where_gpt2_has_it():
             rates = [call.args[1] * all(call.args[2:3]) for call in plain.call_args_list]
             rates += [call.kwargs["dropout_p"] for call in fused.call_args_list]
             assert rates == [0.2 * training] * (1 + 3 * 3)
+
+
+def test_option_bfloat16_leaves_the_steps_numbers_in_fp32(tmp):
+    """As their digits show."""
+    for row in run_training(tmp, "in-bf16", dtype="bfloat16", **SHORT):
+        for key in ("loss", "grad_norm"):
+            assert torch.tensor(row[key]).bfloat16().item() != row[key]
 
 
 def test_option_frozen_parameters_may_have_half_the_memory(tmp):
@@ -277,6 +285,20 @@ def test_step_fetches_the_next_micro_batch_while_the_gpu_works(tmp, monkeypatch)
     monkeypatch.setattr(torch.Tensor, "backward", told(torch.Tensor.backward))
     steps(run)
     assert events == 2 * ["get", "backward", "prefetch_next"]
+
+
+def test_loop_keeps_no_map_of_the_checkpoint(tmp, monkeypatch):
+    """A file that is replaced takes space while it is mapped."""
+    run_training(tmp, "mapped", max_iters=1)
+    mapped, step = [], train.train_step
+
+    def look(*args):
+        mapped.append("mapped/ckpt.pt" in Path("/proc/self/maps").read_text())
+        return step(*args)
+
+    monkeypatch.setattr(train, "train_step", look)
+    run_training(tmp, "mapped", max_iters=2, init_from="resume")
+    assert mapped == [False]
 
 
 def test_loop_without_checkpoints_saves_nothing(tmp):

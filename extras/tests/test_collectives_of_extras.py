@@ -34,7 +34,6 @@ def test_collectives_of_extras_are_the_same_on_all_ranks(tmp, tmp_path, monkeypa
         from_lora=case(tmp, "lora", init_from="resume", max_iters=4, **LORA, **SHARDED),
         muon=case(tmp, "muon", optimizer="muon", **SHARDED),
         from_muon=case(tmp, "muon", init_from="resume", max_iters=4, optimizer="muon", **ZERO3),
-        moe=case(tmp, "moe", model="moe", optimizer="muon", **ZERO3),
         llama=case(tmp, "llama", model="llama", n_kv_head=1, **ZERO3),
     )
     if importlib.util.find_spec("transformers"):

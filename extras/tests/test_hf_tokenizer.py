@@ -106,18 +106,6 @@ def test_special_tokens_in_a_text_are_text_and_in_a_template_they_are_not(tmp_pa
         assert ids == hf.encode(text, add_special_tokens=False).ids and ids.count(own.end) == 1
 
 
-def test_a_tokenizer_with_dropout_gives_the_same_tokens_each_time(tmp_path):
-    hf = make(tmp_path)
-    text = "Be brief, the sun: who is it? Yes" * 20
-    expected = hf.encode(text, add_special_tokens=False).ids
-    hf.model.dropout = 0.5
-    hf.save(str(tmp_path / "tokenizer.json"))
-    assert hf.encode(text, add_special_tokens=False).ids != expected
-    own, (encode, _, _) = encoder(str(tmp_path)), tokenizer({"vocab_size": 700}, str(tmp_path))
-    for _ in range(3):
-        assert own.encode(text).tolist()[1:] == encode(text)[1:] == expected
-
-
 @pytest.mark.parametrize("last", ["", "<|im_end|>", "<|im_end|> </s>"])
 def test_a_prompt_is_begun_and_not_ended_by_its_tokenizer(tmp_path, last):
     """Once, if the prompt has that beginning too. An end that the prompt has stays there."""

@@ -26,7 +26,6 @@ from harness import (
     read_ckpt,
     refused,
     run_training,
-    script,
     started,
     steps,
     tiny,
@@ -34,6 +33,7 @@ from harness import (
 )
 
 import checkpoint
+import sample
 import train
 from configurator import load_config, resolve
 from extras import huggingface, lora
@@ -130,16 +130,22 @@ def test_lora_resumes_bit_for_bit_and_at_another_world_size(tmp, base, ranks, ki
     assert losses(out) == pytest.approx(whole, rel=1e-6)
 
 
-def test_lora_samples_and_begins_on_other_adapters(tmp, single):
+def test_lora_samples_and_begins_on_other_adapters(tmp, single, monkeypatch, capsys):
     """sample.py takes no flag of LoRA, and a run may begin on what another has trained."""
     out = os.path.join(tmp, "lora-single")
-    p = script("sample.py", f"--out_dir={out}", "--start=1", "--num_samples=1",
-               "--max_new_tokens=5", "--device=cpu", "--dtype=float32")
-    assert p.returncode == 0, p.stderr
+    monkeypatch.setattr(sample, "tokenizer", lambda *meta: (lambda text: [1], str, 67))
+    sample.main([f"--out_dir={out}", "--max_new_tokens=5", "--device=cpu", "--dtype=float32"])
+    assert capsys.readouterr().out.startswith("[1, ")
     rows = run_training(tmp, "lora-again", init_from=out, max_iters=1, **NAME)
     assert rows[0]["loss"] < single[0]["loss"] - 0.02  # the same batch
     state = read_ckpt(os.path.join(tmp, "lora-again"))
     assert state["model_args"]["base"] == os.path.join(tmp, "lora-base")
+
+
+def test_lora_from_other_adapters_leaves_their_base_where_it_is(tmp, base, single):
+    """A new run would move what is in its out_dir."""
+    line = refused(run_training, tmp, base, init_from=os.path.join(tmp, "lora-single"), **NAME)
+    assert base in line and os.path.exists(os.path.join(base, "ckpt.pt"))
 
 
 def test_lora_initial_values_are_a_linear_layers_and_zero():

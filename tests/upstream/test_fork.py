@@ -82,7 +82,6 @@ def test_fork_a_rotary_buffer_that_is_no_constant_in_fp32_is_said(tmp, models, p
 @pytest.mark.slow
 @pytest.mark.parametrize("end, some, passed", [
     ("model=rotary --ranks", "causality or full_shard", 4),
-    ("test_optimizer.py --optimizer=nadam", "every", 1),
     ("optimizer=nadam --ranks", "causality or full_shard", 4),
     ("test_metrics.py", "column", 1)])
 def test_fork_the_walks_own_tests_pass(walked, end, some, passed):
