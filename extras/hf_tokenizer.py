@@ -9,7 +9,6 @@ prepare.py copies these files beside the tokens, so the directory stays whole wh
 
 import json
 import os
-import re
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,6 @@ BESIDE = (
 )
 # How models name their end of a document, if no tokenizer_config.json says it.
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
-PIECE = 100_000  # characters: the library takes 150 bytes of memory for each
 
 
 def encoder_of(name):
@@ -46,7 +44,7 @@ def encoder_of(name):
     beside = [path for path in map(file.with_name, BESIDE) if path.exists()]
     encoding = partial(encode, hf)
     return Encoder(
-        partial(encode_pieces, encoding, pieces_of(hf)),
+        lambda text: np.array(encoding(text).ids, np.uint32),
         hf.token_to_id(known[0]),
         vocab_size,
         name=TOKENIZER,
@@ -75,11 +73,11 @@ def open_tokenizer(file):
 # ---------- from text to tokens -----------------------------------------------
 
 
-def encode(hf, text, has_special_tokens=False, is_start=True):
-    """The library's Encoding of a text. Special tokens in it are text, as the </s> of HTML is,
-    unless a chat template wrote it."""
+def encode(hf, text, has_special_tokens=False):
+    """The library's Encoding of a text, which takes 150 bytes of memory for each character. Special
+    tokens in it are text, as the </s> of HTML is, unless a chat template wrote it."""
     hf.encode_special_tokens = not has_special_tokens
-    return hf.encode(text, add_special_tokens=is_start and not has_special_tokens)
+    return hf.encode(text, add_special_tokens=not has_special_tokens)
 
 
 def encode_prompt(hf, text):
@@ -90,34 +88,6 @@ def encode_prompt(hf, text):
     ids = ids[:len(ids) - [*is_added[::-1], 0].index(0)]
     is_twice = is_added[:2] == [1, 0] and ids[:1] == ids[1:2]
     return ids[1:] if is_twice else ids
-
-
-def encode_pieces(encoding, pieces, text):
-    """A text's tokens, encoded in pieces to save memory. pieces: pieces_of()'s pattern."""
-    parts = (encoding(piece[0], is_start=piece.start() == 0) for piece in pieces.finditer(text))
-    return np.concatenate([np.array(part.ids, np.uint32) for part in parts])
-
-
-def pieces_of(hf):
-    """A pattern that matches the pieces of a text. Their tokens together are the text's, since a
-    piece ends between a letter or digit and white space, where most tokenizers split. (It can't
-    end after white space: GPT-2's splits two line ends only if text follows.) With any other
-    tokenizer, such as Llama 2's, the text is one piece."""
-    spaces = "".join(space for space in " \n" if splits_before(hf, space))
-    cut = rf".{{{PIECE},}}?[^\W_](?=[{spaces}])|" if spaces else ""
-    return re.compile(cut + ".+|^$", re.DOTALL)
-
-
-def splits_before(hf, space):
-    """True if the tokenizer splits a text between a letter or digit and this white space, and
-    both sides have the same tokens when they are encoded alone."""
-    for left, right in (("a", "b"), ("1", "2"), ("b", space + "c"), ("\u00e9", ".")):
-        whole = left + space + right
-        splits = hf.pre_tokenizer.pre_tokenize_str(whole) if hf.pre_tokenizer else []
-        alone = hf.encode(left).ids + hf.encode(space + right, add_special_tokens=False).ids
-        if len(left) not in [end for _, (_, end) in splits] or hf.encode(whole).ids != alone:
-            return False
-    return True
 
 
 # ---------- files -------------------------------------------------------------
