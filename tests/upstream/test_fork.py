@@ -23,7 +23,6 @@ from harness import (
     read_metrics,
     run_training,
     tiny,
-    torchrun,
     two_each,
     values,
 )
@@ -104,8 +103,9 @@ def walked_run(tmp, walked, world, **keys):
     """The rows of metrics.jsonl of a run of the changed copy."""
     out = f"{tmp}/walk-{keys['strategy']}"
     keys = dict(gradient_accumulation_steps=4, max_iters=3, eval_interval=3, **keys)
-    p = torchrun(world, "train.py", *arguments(tmp, out, **keys), cwd=walked,
-                 env={"PYTHONPATH": str(walked)})
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}")
+    p = python(*launcher, "train.py", *arguments(tmp, out, **keys), cwd=walked,
+               env={"PYTHONPATH": str(walked)})
     assert p.returncode == 0, p.stdout + p.stderr
     return read_metrics(out)
 
