@@ -24,7 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from harness import Ranks, arguments, launch, losses, make_data, tensor_of, trained
+from harness import Ranks
+from training import arguments, launch, losses, make_data, tensor_of, trained
 
 import checkpoint
 import train
@@ -53,7 +54,8 @@ def signal_to_ranks(rng, world, out, args):
     all_of_them, seconds, one = rng.random() < 0.5, rng.random() * 4, rng.randrange(world)
     p = Ranks(world, train.main, args)
     time.sleep(seconds)
-    p.send(number, *range(world) if all_of_them else [one])
+    hit = range(world) if all_of_them else [one]
+    p.send(number, *hit)
     p.finish()
     return f"{number.name} to {'all' if all_of_them else f'rank {one}'} after {seconds:.2f} s"
 

@@ -10,9 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import built, on_ranks, plain_gpt, steps, values
+from harness import on_ranks, values
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import built, plain_gpt, steps
 
 import activations
 import fsdp

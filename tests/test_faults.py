@@ -19,7 +19,8 @@ from pathlib import Path
 import faults
 import pytest
 import torch.distributed.checkpoint as dcp
-from harness import HERE, Ranks, arguments, children, launch, losses
+from harness import HERE, Ranks, children
+from training import arguments, launch, losses
 
 import train
 from ranks import StopSignal, World

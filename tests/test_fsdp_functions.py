@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, plain_gpt, python
+from harness import HERE, python
 from nets import (
     FILLS_IN,
     Net,
@@ -39,6 +39,7 @@ from nets import (
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import plain_gpt
 
 import checks
 import fsdp

@@ -17,18 +17,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    HERE,
-    on_ranks,
-    plain_gpt,
-    read_ckpt,
-    read_metrics,
-    refused,
-    run_training,
-    tiny,
-    values,
-)
+from harness import HERE, on_ranks, refused, values
 from torch.distributed.tensor import DTensor
+from training import plain_gpt, read_ckpt, read_metrics, run_training, tiny
 
 import fsdp
 import train

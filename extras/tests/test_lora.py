@@ -15,22 +15,19 @@ from types import SimpleNamespace
 import formulas
 import pytest
 import torch
-from harness import (
+from harness import on_ranks, refused, script, values
+from training import (
     arguments,
     built,
     heard,
     launch,
     losses,
-    on_ranks,
     plain_gpt,
     read_ckpt,
-    refused,
     run_training,
-    script,
     started,
     steps,
     tiny,
-    values,
 )
 
 import checkpoint

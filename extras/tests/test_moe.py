@@ -7,8 +7,8 @@ test_contract.py.
 
 import pytest
 import torch
-from harness import plain_model, tiny
 from torch.nn import functional as F
+from training import plain_model, tiny
 
 from extras.lora import Keys, adapt
 

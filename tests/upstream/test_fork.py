@@ -11,22 +11,18 @@ from unittest.mock import patch
 import pytest
 import test_contract as contract
 import torch
-from harness import (
-    HERE,
+from harness import HERE, copied, on_ranks, python, torchrun, values
+from torch.distributed.tensor import DTensor
+from training import (
     arguments,
     assert_same_weights,
     built,
-    copied,
-    on_ranks,
-    python,
     read_ckpt,
     read_metrics,
     run_training,
     tiny,
     two_each,
-    values,
 )
-from torch.distributed.tensor import DTensor
 
 import fsdp
 import metrics
@@ -103,9 +99,8 @@ def walked_run(tmp, walked, world, **keys):
     """The rows of metrics.jsonl of a run of the changed copy."""
     out = f"{tmp}/walk-{keys['strategy']}"
     keys = dict(gradient_accumulation_steps=4, max_iters=3, eval_interval=3, **keys)
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}")
-    p = python(*launcher, "train.py", *arguments(tmp, out, **keys), cwd=walked,
-               env={"PYTHONPATH": str(walked)})
+    p = torchrun(world, "train.py", *arguments(tmp, out, **keys), cwd=walked,
+                 env={"PYTHONPATH": str(walked)})
     assert p.returncode == 0, p.stdout + p.stderr
     return read_metrics(out)
 
