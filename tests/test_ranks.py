@@ -1,5 +1,5 @@
 """
-ranks.py: what ranks agree on, how they wait, stop and leave. Restarts are in test_faults.py.
+ranks.py: what ranks agree on, how they stop and leave. Restarts are in test_faults.py.
 
     python -m pytest -q tests/test_ranks.py
 """
