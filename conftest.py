@@ -8,7 +8,8 @@ import pytest
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, "tests"))
 sys.path.append(os.path.join(HERE, "extras", "tests"))  # for extras/tests/upstream
-from harness import make_data  # noqa: E402
+import harness  # noqa: E402, F401  before PyTorch, which reads what it sets
+from training import make_data  # noqa: E402
 
 import configurator  # noqa: E402
 

@@ -17,16 +17,20 @@ from collections import Counter, defaultdict
 from unittest.mock import patch
 
 import formulas
-import harness
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import (
+import training
+from harness import on_ranks, values
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from training import (
     WAYS,
     assert_same_weights,
     heard,
-    on_ranks,
     plain_gpt,
     plain_training,
     read_ckpt,
@@ -34,12 +38,7 @@ from harness import (
     steps,
     tiny,
     two_each,
-    values,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
 import configurator
 import fsdp
@@ -95,9 +94,9 @@ def ranks(tmp):
 
 
 def built(tmp, **overrides):
-    """harness.built, in fewer micro-batches."""
+    """training.built, in fewer micro-batches."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return harness.built(tmp, **{**two_each(world), **overrides})
+    return training.built(tmp, **{**two_each(world), **overrides})
 
 
 def whole(run):
@@ -309,7 +308,7 @@ def case_drawn(tmp, **overrides):
         got = whole(run)  # collective
         if run.world.rank > 0:
             return sum(counted)
-        expected = harness.plain_model(run.cfg).named_parameters()
+        expected = training.plain_model(run.cfg).named_parameters()
         assert all(torch.equal(got[name], p) for name, p in expected)
         return sum(counted)
 

@@ -24,7 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from harness import Ranks, arguments, launch, losses, make_data, tensor_of, trained
+from harness import Ranks
+from training import arguments, launch, losses, make_data, tensor_of, trained
 
 import checkpoint
 import train
@@ -53,9 +54,8 @@ def signal_to_ranks(rng, world, out, args):
     all_of_them, seconds, one = rng.random() < 0.5, rng.random() * 4, rng.randrange(world)
     p = Ranks(world, train.main, args)
     time.sleep(seconds)
-    for rank in p.ranks if all_of_them else [p.ranks[one]]:
-        if rank.is_alive():
-            os.kill(rank.pid, number)
+    hit = range(world) if all_of_them else [one]
+    p.send(number, *hit)
     p.finish()
     return f"{number.name} to {'all' if all_of_them else f'rank {one}'} after {seconds:.2f} s"
 
@@ -160,4 +160,6 @@ if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("n", type=int, help="faults")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first run")
-    main(**vars(parser.parse_args()))
+    import faults  # ranks import a function from its file
+
+    faults.main(**vars(parser.parse_args()))

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from harness import started, tiny
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from training import started, tiny
 
 import checkpoint
 import saves

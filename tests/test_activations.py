@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import plain_gpt
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import plain_gpt
 
 import activations
 

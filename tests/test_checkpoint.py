@@ -12,23 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import (
+from harness import on_ranks, refused, values
+from saver import assert_equal, claimed, found, resumed, save
+from torch.distributed import checkpoint as dcp
+from training import (
     arguments,
     assert_same_weights,
     built,
     launch,
     losses,
-    on_ranks,
     read_ckpt,
     read_metrics,
-    refused,
     resident,
     steps,
     tensor_of,
-    values,
 )
-from saver import assert_equal, claimed, found, resumed, save
-from torch.distributed import checkpoint as dcp
 
 import checkpoint
 import train

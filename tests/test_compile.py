@@ -6,9 +6,10 @@ torch.compile compiles what it is asked to: graphs are counted, whatever else a 
 """
 
 import pytest
-from harness import built, no_compiler, on_ranks, steps, values
+from harness import on_ranks, values
 from nets import FILLS_IN
 from torch._dynamo.utils import counters
+from training import built, no_compiler, steps
 
 import train
 

@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from harness import HERE, Ranks, arguments, refused, script, tiny
+from harness import HERE, Ranks, refused, script
+from training import arguments, tiny
 
 import train
 from configurator import (

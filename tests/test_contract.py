@@ -8,7 +8,7 @@ The contract of a model file, as tests of your file; docs/model_file.md explains
 
 NAME is NAME.py, as train.py takes it. On two free CPU cores the first takes about 5 seconds, and
 the second up to a minute, on 1 to 4 processes. Sizes are those of TINY and OTHERS in
-tests/harness.py, as far as your keys have these names; for others say --keys=width=30.
+tests/training.py, as far as your keys have these names; for others say --keys=width=30.
 """
 
 import functools
@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import plain_model, read_ckpt, run_training, values
+import training
+from harness import values
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training import plain_model, read_ckpt, run_training
 
 import configurator
 import fsdp
@@ -60,7 +62,7 @@ def pytest_generate_tests(metafunc):
 def small(tmp, model, **overrides):
     """The config of a small run, by way of flags, as a user's."""
     keys = {**KEYS, "model": model, "vocab_size": 67, **overrides}
-    return load_config(harness.arguments(tmp, "out", **keys))
+    return load_config(training.arguments(tmp, "out", **keys))
 
 
 def is_causal(cfg):
@@ -327,7 +329,7 @@ def assert_kept(tmp, model):
 
 MODES = {  # name: (ranks, keys)
     "single": (1, dict(strategy="single")),
-    **{keys["strategy"]: (n, keys) for n, keys in harness.WAYS.values()},
+    **{keys["strategy"]: (n, keys) for n, keys in training.WAYS.values()},
     "ddp-3": (3, DDP),
     "full-checkpointing": (3, dict(ZERO3, **FULL, activation_offload=True, wrap_min_params=1000)),
     "compiled-ddp": (2, dict(DDP, **FULL, compile=True)),
@@ -342,7 +344,7 @@ def runs_of(tmp, model, world):
     cases = {}
     for name, (size, keys) in MODES.items():
         if size == world:
-            function = harness.run_compiled if "compile" in keys else run_training
+            function = training.run_compiled if "compile" in keys else run_training
             cases[name] = function, dict(own, name=f"{model}-{name}", **keys)
 
     # 6 steps; and 2, then 2 more, then 2 more on the 3 ranks that go on from what 2 ranks leave.
@@ -368,7 +370,7 @@ def first_values(tmp, model, **keys):
 @functools.cache
 def expected_of(tmp, model):
     """What plain PyTorch gives, with its AdamW. Of another optimizer: what one process does."""
-    *expected, counts = harness.plain_training(small(tmp, model, strategy="single"))
+    *expected, counts = training.plain_training(small(tmp, model, strategy="single"))
     if "optimizer" in KEYS:
         rows = run_training(tmp, f"{model}-alone", model=model, **KEYS)
         expected = [[row[key] for row in rows] for key in ("loss", "grad_norm")]

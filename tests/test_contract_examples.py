@@ -11,7 +11,8 @@ import shutil
 import pytest
 import test_contract as contract
 import torch
-from harness import HERE, built, on_ranks, plain_gpt, refused, run_training, started, values
+from harness import HERE, on_ranks, refused, values
+from training import built, plain_gpt, run_training, started
 
 import sample
 import train

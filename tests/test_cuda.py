@@ -14,13 +14,14 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
-import harness
 import pytest
 import torch
-from harness import built, on_ranks, plain_training, run_training, tiny, values
+import training
+from harness import on_ranks, values
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import CPUOffloadPolicy
+from training import built, plain_training, run_training, tiny
 
 import fsdp
 import ranks
@@ -68,9 +69,9 @@ OF_FOUR = [name for name, (world, _) in MODES.items() if world == 4]
 def case_training(tmp, name, **keys):
     """A run's losses and norms. Its products are in fp32, without TF32."""
     real_gpu = keys["device"] == "cuda" and "simgpu" not in sys.modules  # which has no Triton
-    compiles = nullcontext if real_gpu else harness.no_compiler
+    compiles = nullcontext if real_gpu else training.no_compiler
     with (patch.object(torch, "set_float32_matmul_precision"),
-          patch.object(harness, "no_compiler", compiles)):
+          patch.object(training, "no_compiler", compiles)):
         rows = run_training(tmp, name, **keys)
     return [(row["loss"], row["grad_norm"]) for row in rows]
 

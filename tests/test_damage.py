@@ -17,18 +17,9 @@ import zlib
 
 import pytest
 import torch
-from harness import (
-    HERE,
-    arguments,
-    launch,
-    on_ranks,
-    read_ckpt,
-    refused,
-    tensor_of,
-    trained,
-    values,
-)
+from harness import HERE, on_ranks, refused, values
 from saver import resumed
+from training import arguments, launch, read_ckpt, tensor_of, trained
 
 import checkpoint
 import sample

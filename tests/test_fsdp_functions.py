@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HERE, plain_gpt, python
+from harness import HERE, python
 from nets import (
     FILLS_IN,
     Net,
@@ -36,6 +36,7 @@ from nets import (
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import plain_gpt
 
 import checks
 import fsdp

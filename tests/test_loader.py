@@ -13,7 +13,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import refused, tiny
+from harness import refused
+from training import tiny
 
 from data import loader
 from data.files import RECORD, header

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from harness import TINY, arguments, launch, read_metrics, run_training, tiny
+from training import TINY, arguments, launch, read_metrics, run_training, tiny
 
 import metrics
 import train

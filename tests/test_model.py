@@ -9,8 +9,8 @@ import math
 
 import pytest
 import torch
-from harness import plain_gpt
 from torch.nn import functional as F
+from training import plain_gpt
 
 import model
 import sample

@@ -12,16 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import (
-    on_ranks,
-    plain_gpt,
-    read_ckpt,
-    read_metrics,
-    run_training,
-    tiny,
-    values,
-)
+from harness import on_ranks, values
 from torch.distributed.tensor import DTensor
+from training import plain_gpt, read_ckpt, read_metrics, run_training, tiny
 
 import fsdp
 import train

@@ -1,5 +1,5 @@
 """
-ranks.py: what ranks agree on, how they wait, stop and leave. Restarts are in test_faults.py.
+ranks.py: what ranks agree on, how they stop and leave. Restarts are in test_faults.py.
 
     python -m pytest -q tests/test_ranks.py
 """
@@ -8,9 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
-from contextlib import suppress
-from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -89,43 +86,6 @@ def test_ranks_have_a_gpu_each_whichever_is_named(monkeypatch):
     assert ranks.pick_device("cuda:1").index == 1  # alone
 
 
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-OLDER = "PYTORCH_CUDA_ALLOC_CONF"
-REGISTER = "NCCL_GRAPH_REGISTER"
-
-
-@pytest.mark.parametrize("asked, found", [
-    ({}, {ALLOCATOR: "expandable_segments:True", REGISTER: "0"}),
-    ({ALLOCATOR: "backend:native", REGISTER: "1"}, {ALLOCATOR: "backend:native", REGISTER: "1"}),
-    ({OLDER: "backend:native"}, {OLDER: "backend:native", REGISTER: "0"})])
-def test_ranks_of_gpus_allocate_in_segments_that_grow_and_register_none(monkeypatch, asked, found):
-    """Unless somebody has set the options, and before CUDA starts."""
-    keys = (ALLOCATOR, OLDER, REGISTER)
-    for key in keys:
-        monkeypatch.setenv(key, asked.get(key, ""))  # so that it is taken back
-        if key not in asked:
-            monkeypatch.delenv(key)
-    seen = []
-    with_gpus(monkeypatch, 1, lambda index: seen.append(
-        {key: os.environ[key] for key in keys if key in os.environ}))
-    assert ranks.pick_device("cuda").type == "cuda" and seen == [found]
-
-
-# ---------- waiting -------------------------------------------------------------
-
-
-def waits_for_a_peer():
-    ranks.TIMEOUT = timedelta(seconds=2)
-    os.environ.update(WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    ranks.setup("cpu", "auto")
-
-
-def test_ranks_whose_peer_never_comes_end_when_their_time_is_up():
-    """Rank 0 hosts the store on several nodes, where PyTorch's own limit would be a minute."""
-    p = Ranks(1, waits_for_a_peer, alone=True).finish(30)
-    assert p.returncode == 1 and re.search(r"[Tt]imed? ?out after \d", p.stderr), p.stderr
-
-
 def opens_group():
     def look(*args, store, **kwargs):
         assert not store.check(["address"]), "it would call a dead rank"
@@ -143,19 +103,6 @@ def test_ranks_that_restart_do_not_call_a_dead_peer():
 
 
 # ---------- the log, and leaving --------------------------------------------------
-
-
-def test_ranks_print_at_once_and_go_on_where_nobody_reads(monkeypatch):
-    """Into a pipe too, or a killed run's last lines would be lost; and past the end of `| head`."""
-    reader, writer = os.pipe()
-    log = os.fdopen(writer, "w")
-    monkeypatch.setattr(sys, "stdout", log)
-    ranks.print0(ranks.World(), "said")
-    assert os.read(reader, 99) == b"said\n"
-    os.close(reader)
-    ranks.print0(ranks.World(), "more")
-    with suppress(BrokenPipeError):
-        log.close()
 
 
 @pytest.mark.parametrize("main, args, code, said", [
@@ -183,14 +130,3 @@ def test_ranks_leave_together_after_a_run_that_ended_well(monkeypatch, line, don
     monkeypatch.setattr(os, "_exit", seen.append)
     ranks.run(lambda: sys.exit(line) if line else None)
     assert seen == done
-
-
-def is_slower():
-    """Rank 0 comes to the same error when rank 1 has already left with it."""
-    time.sleep(0.3 if os.environ["RANK"] == "0" else 0)
-    sys.exit("a line")
-
-
-def test_ranks_leave_with_one_line_if_one_is_late():
-    p = Ranks(2, is_slower).finish()
-    assert (p.returncode, p.stderr) == (1, "a line\n")

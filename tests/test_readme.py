@@ -13,7 +13,8 @@ from glob import glob
 
 import pytest
 import torch
-from harness import HERE, flags, launch, script, torchrun
+from harness import HERE, flags, script, torchrun
+from training import launch
 
 from configurator import load_config
 from model import GPT, GPTConfig

@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import HERE, arguments, launch, make_data, plain_gpt, refused, run_training
+from harness import HERE, refused
+from training import arguments, launch, make_data, plain_gpt, run_training
 
 import sample
 

@@ -18,9 +18,10 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from harness import arguments, built, on_ranks, refused, run_training, steps, tensor_of, values
+from harness import on_ranks, refused, values
 from saver import NO_SCALER, claimed, found, save, snapshot
 from torch.distributed.tensor import DTensor
+from training import arguments, built, run_training, steps, tensor_of
 
 import checkpoint
 import saves

@@ -19,21 +19,19 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import (
+from harness import on_ranks, refused, values
+from torch.nn import functional as F
+from training import (
     built,
     keys_of,
     losses,
-    on_ranks,
     plain_gpt,
     read_ckpt,
-    refused,
     run_training,
     started,
     steps,
     tiny,
-    values,
 )
-from torch.nn import functional as F
 
 import checkpoint
 import metrics

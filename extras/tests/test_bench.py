@@ -7,8 +7,9 @@ extras/bench.py: its figures against each other, and against PyTorch's count of 
 import re
 
 import pytest
-from harness import TINY, Ranks, arguments
+from harness import Ranks
 from test_metrics import plain_flops
+from training import TINY, arguments
 
 from extras import bench
 

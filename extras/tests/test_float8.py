@@ -11,23 +11,21 @@ from types import SimpleNamespace
 import formulas
 import pytest
 import torch
-from harness import (
+from harness import on_ranks, refused, values
+from test_cuda import trainings
+from torch.distributed.tensor.debug import CommDebugMode
+from training import (
     arguments,
     built,
     heard,
     launch,
-    on_ranks,
     plain_gpt,
     plain_training,
     read_ckpt,
-    refused,
     run_training,
     steps,
     tiny,
-    values,
 )
-from test_cuda import trainings
-from torch.distributed.tensor.debug import CommDebugMode
 
 import checkpoint
 from configurator import make_config

@@ -10,8 +10,9 @@ import os
 import random
 
 import pytest
-from harness import refused, started
+from harness import refused
 from test_prepare import run_prepare, write_jsonl
+from training import started
 
 from configurator import load_config, resolve
 from data.tokenizer import encoder, tokenizer

@@ -10,8 +10,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from harness import plain_gpt, refused
+from harness import refused
 from test_hf_tokenizer import make, pre, tokenizers
+from training import plain_gpt
 
 import sample
 import train

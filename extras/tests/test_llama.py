@@ -13,23 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import (
-    built,
-    flags,
-    launch,
-    on_ranks,
-    plain_model,
-    read_ckpt,
-    resident,
-    script,
-    started,
-    tiny,
-    values,
-)
+from harness import flags, on_ranks, script, values
 from test_hf_tokenizer import make
 from test_huggingface import make_hf
 from test_prepare import run_prepare
 from torch.nn import functional as F
+from training import built, launch, plain_model, read_ckpt, resident, started, tiny
 
 import checkpoint
 import train

@@ -15,21 +15,19 @@ from types import SimpleNamespace
 import formulas
 import pytest
 import torch
-from harness import (
+from harness import on_ranks, refused, values
+from training import (
     arguments,
     built,
     heard,
     launch,
     losses,
-    on_ranks,
     plain_gpt,
     read_ckpt,
-    refused,
     run_training,
     started,
     steps,
     tiny,
-    values,
 )
 
 import checkpoint

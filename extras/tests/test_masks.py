@@ -10,18 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness import (
+from harness import on_ranks, refused, values
+from training import (
     TINY,
     assert_same_weights,
     built,
     make_data,
-    on_ranks,
     plain_gpt,
     plain_training,
-    refused,
     steps,
     tiny,
-    values,
 )
 
 import fsdp

@@ -15,22 +15,21 @@ import formulas
 import numpy as np
 import pytest
 import torch
-from harness import (
+from harness import on_ranks, values
+from test_cuda import case_training, trainings
+from torch.distributed.tensor.debug import CommDebugMode
+from training import (
     arguments,
     assert_same_weights,
     built,
     heard,
     launch,
     losses,
-    on_ranks,
     read_ckpt,
     run_compiled,
     run_training,
     two_each,
-    values,
 )
-from test_cuda import case_training, trainings
-from torch.distributed.tensor.debug import CommDebugMode
 
 from extras import muon
 

@@ -13,8 +13,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import built, make_data, on_ranks, read_metrics, refused, steps, tiny, values
+from harness import on_ranks, refused, values
 from test_cuda import case_training
+from training import built, make_data, read_metrics, steps, tiny
 
 import train
 from configurator import resolve

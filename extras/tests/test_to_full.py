@@ -5,8 +5,9 @@ extras/to_full.py.
 """
 
 import torch
-from harness import built, refused, script
+from harness import refused, script
 from saver import claimed, found, save
+from training import built
 
 import saves
 from extras import to_full

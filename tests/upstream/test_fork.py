@@ -10,19 +10,14 @@ import re
 import pytest
 import test_contract as contract
 import torch
-from harness import (
-    HERE,
+from harness import HERE, copied, on_ranks, python, torchrun, values
+from training import (
     arguments,
     built,
-    copied,
-    on_ranks,
-    python,
     read_ckpt,
     read_metrics,
     run_training,
     tiny,
-    torchrun,
-    values,
 )
 
 import metrics
