@@ -74,7 +74,7 @@ class Source:
 
 def not_saved(model):
     """Names of the parameters that no checkpoint of this run holds: whenever it starts, their
-    values come from a base or from `initial_value`."""
+    values come from the model's `initial_value`, as LoRA's base does."""
     return getattr(model, "not_saved", ())
 
 
@@ -334,7 +334,8 @@ def find(out_dir, world):
     found = None
     problems = []
     for step, path in from_rank0(world, lambda: list_all(out_dir)):
-        problem = "damaged, or replaced by a run that goes on"  # on another rank, if not here
+        # What another rank has found, if this one finds nothing wrong.
+        problem = "damaged, or replaced by a run that goes on"
         is_good = False
         try:
             source = open_one(path)

@@ -158,7 +158,7 @@ def named_file(name):
         # Import nothing else: an import runs code, and a checkpoint may name anything.
         if file.isidentifier() and os.path.exists(path):
             return importlib.import_module(f"{package}.{file}".lstrip("."))
-    raise SystemExit(f"no {name}.py beside model.py or in extras/, as this run's keys or data ask")
+    raise SystemExit(f"no {name}.py beside model.py or in extras/, and this run needs it")
 
 
 # ---------- from files and flags to a config ----------------------------------
@@ -258,20 +258,25 @@ def as_dict(cfg):
 
 def with_sizes(cfg, model, sizes, where, whole_context=True):
     """cfg with the model and sizes of a checkpoint. SystemExit if a file or a flag has set another
-    value. Some may differ: dropout, a shorter block_size, a base's path, and what stands behind a +
-    in a model's name. where: the checkpoint's path. whole_context=False: take cfg's block_size if
-    it is shorter, even if it is only the default."""
+    value. These may differ:
+    - a model with the same ModelConfig, such as NAME+float8 beside NAME
+    - dropout, which is this run's; and the path of a base, which may have moved
+    - a shorter block_size; with whole_context=False, cfg's is taken even if nobody has set it
+    where: the checkpoint's path."""
     ours = as_dict(cfg)
-    if "model" in cfg.given and cfg.model.split("+")[0] == model.split("+")[0]:
-        model = cfg.model
-    values = {key: value for key, value in ours.items()
-              if key in keys_of(model) or key in cfg.given}
+    if "model" in cfg.given and cfg.model != model:
+        if model_file(cfg.model).ModelConfig is model_file(model).ModelConfig:
+            model = cfg.model
+    if cfg.model == model:
+        values = dict(ours)
+    else:  # its own defaults, and what was set
+        values = {key: ours[key] for key in ours if key in cfg.given or hasattr(Config, key)}
     for key, theirs in {"model": model, **sizes}.items():
         is_given = key in cfg.given
         if key == "dropout" or (key == "base" and is_given):
             continue
         if key == "block_size" and ours[key] < theirs and (is_given or not whole_context):
-            continue
+            theirs = ours[key]
         if is_given and ours[key] != theirs:
             raise SystemExit(
                 f"{key}={ours[key]}, but {where} has {key}={theirs}; pass --{key}={theirs}")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 # A rank that waits longer for the others gives up. Long enough for one rank to download a model, or
-# to write a whole checkpoint: the others wait for it in a collective.
+# to write a whole checkpoint: the others wait for it in a collective over gloo.
 TIMEOUT = timedelta(hours=2)
 
 

@@ -122,7 +122,7 @@ def main(argv):
     theirs = source.header["config"]
     sizes = source.header["model_args"]
     cfg = with_sizes(resolve(cfg, world), theirs["model"], sizes, source.path)
-    cfg = with_base(cfg, True, world)
+    cfg = with_base(cfg, world, resumed=True)
     model = meta_model(cfg)
     if not getattr(model, "causal", True):
         raise SystemExit(f"model={cfg.model} has causal = False: it does not write left to right")

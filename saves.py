@@ -179,7 +179,7 @@ class Saver:
             copies = {key: gather_full(t) for key, t in tensors.items()}
             name = "ckpt.pt"
         else:
-            # Times 1: a copy, and without the wrapper that torchao puts around float8's rows.
+            # `* 1` copies, and unlike clone() it drops the wrapper of torchao's float8 rows.
             copies = {key: (t * 1).cpu() for key, t in tensors.items()}
             name = f"step-{step:09d}"
         self.saving = self.background.submit(self.write, name, header, copies, start)

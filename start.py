@@ -57,13 +57,13 @@ def final_config(cfg, source, resumed, world):
                 print0(world, f"{key}={value!r} now, and {old!r} in {source.path}{note}")
     if source is None:
         cfg = with_vocabulary(cfg)
-    return with_base(cfg, resumed, world)
+    return with_base(cfg, world, resumed)
 
 
-def with_base(cfg, resumed, world):
-    """cfg, with the sizes of the base that its model file opens, if it is one that does
-    (all ranks). resumed: False for a new run, which will move an earlier run out of
-    cfg.out_dir."""
+def with_base(cfg, world, resumed):
+    """cfg. If its model file has an open_base, as LoRA's has, that opens its base first, and cfg
+    has the base's sizes (all ranks). resumed: False for a new run, which will move an earlier run
+    out of cfg.out_dir."""
     open_base = getattr(configurator.model_file(cfg.model), "open_base", None)
     return open_base(cfg, world, resumed) if open_base else cfg
 

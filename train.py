@@ -51,7 +51,7 @@ def build(model, cfg, world, source=None):
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
     if source is None:
-        print0(world, "drawing initial values, about 3 billion a minute per rank and core")
+        print0(world, "initial values: about 3 billion are drawn a minute per rank and core")
     set_values(model, optimizer, source, cfg.seed, world)
     checks.after_building(model, optimizer)
     return wrapped, optimizer
@@ -183,12 +183,13 @@ def maybe_recorded(wrapped, cfg, world):
         return forward_backward
     micro_batches = cfg.gradient_accumulation_steps // world.size
     recorded = configurator.named_file("recorded")
-    return recorded.Recorded(wrapped, forward_backward, micro_batches, forward)
+    return recorded.Recorded(
+        wrapped, forward_backward, per_step=micro_batches, forward=forward)
 
 
-def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward):
+def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, work):
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
-    model: the one inside wrapped. forward_backward: the function above, or its recording.
+    model: the one inside wrapped. work: forward_backward, or its recording.
 
     Returns numbers for the log, {name: 0-d tensor on the device}: the log writes their means over
     ranks. The mean of the ranks' losses is the step's; the gradient norm, before clipping, is the
@@ -198,8 +199,8 @@ def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, for
         group["lr"] = learning_rate_at(step, cfg) * group.get("lr_scale", 1.0)
     micro_batches = cfg.gradient_accumulation_steps // world.size  # of this rank
     every = cfg.grad_sync == "every"  # by default FSDP2 reduces after each, and DDP after the last
-    # ZeRO-1: units that forward leaves gathered, and whose gradients are reduced after the last
-    # micro-batch only, stay gathered until then.
+    # ZeRO-1: if forward leaves units gathered, and only the last micro-batch reduces gradients,
+    # units stay gathered until then.
     keep_gathered = not every and not STRATEGIES[cfg.strategy].reshard_after_forward
     scale = scaler.scale  # float16's, else 1; `accepts` below may change it
     loss = torch.zeros((), device=world.device)
@@ -214,7 +215,7 @@ def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, for
         # micro-batches of the step (data/loader.py). So each target of the step counts equally.
         # A tensor, since a recording would keep a number. (`full` does not wait for the GPU.)
         weight = torch.full((), share * scale / micro_batches, device=world.device)
-        loss += forward_backward(wrapped, x, y, weight, cfg, world)
+        loss += work(wrapped, x, y, weight, cfg, world)
         # Fetch the next micro-batch while the GPU works on this one.
         batches.prefetch_next(step, micro)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scale)
@@ -274,7 +275,7 @@ def train(cfg):
         world, lambda: directory.claim(source, resumed))
     log = Log(cfg, world, directory.path, run_id, first_step, ideal_s)
     saver = saves.Saver(directory.path, run_id, cfg, world, source)
-    # Drop the memory maps: a file that is replaced takes space while it is mapped.
+    # Drop the checkpoint's memory map: a file that is replaced takes space while it is mapped.
     source = None
     stop = StopSignal(world)
 

@@ -26,7 +26,6 @@ def around(name):
     class Model(inner.Model):
         def convert(self, cfg, world):
             convert(self, cfg, world)
-            scale_each_step(self)
 
     return SimpleNamespace(**{**vars(inner), "Model": Model})
 
@@ -62,6 +61,8 @@ def convert(model, cfg, world):
         ),
         module_filter_fn=lambda module, name: module in chosen,
     )
+    if shard_group:
+        scale_each_step(model)
 
 
 def linears(model):
@@ -78,7 +79,7 @@ def scale_each_step(model):
     """Compute the scales of all weights after each step of the model's optimizer: one all-reduce,
     not one per gather."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-    alive = weakref.ref(model)
+    alive = weakref.ref(model)  # the hook below outlives the model
 
     def rescale(optimizer, *args):
         model = alive()

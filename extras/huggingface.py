@@ -399,7 +399,7 @@ def merged(source):
     sizes = source.header["model_args"]
     config = source.header["config"]
     cfg = make_config({"model": config["model"], **sizes})
-    base = with_base(cfg, True, World()).sizes.opened
+    base = with_base(cfg, World(), resumed=True).sizes.opened
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
 
     def get(key):

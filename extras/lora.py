@@ -42,7 +42,7 @@ class Keys:
     lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
 
-    opened = None  # no key: the base's Source, once open_base has opened it
+    opened = None  # not a key: the base's Source, which open_base opens and a run keeps
 
     def __post_init__(self):
         if hasattr(super(), "__post_init__"):
@@ -63,7 +63,6 @@ def around(name):
     class Model(inner.Model):
         def __init__(self, config):
             super().__init__(config)
-            self.not_in_base = getattr(self, "not_saved", ())
             self.not_saved = [name for name, _ in self.named_parameters()]
             self.requires_grad_(False)
             adapt(self, config)
@@ -71,13 +70,12 @@ def around(name):
         def initial_value(self, name, shape, seed):
             if ".lora_" in name:
                 return initial_value(name, shape, seed)
-            base = self.config.opened
-            if base is None or name in self.not_in_base:  # a tool that measures opens no base
+            if not self.config.base:  # extras/bench.py needs none; a run does, see open_base
                 return super().initial_value(name, shape, seed)
-            return base.value(f"model.{name}", shape, self.config)
+            return self.config.opened.value(f"model.{name}", shape, self.config)
 
-    own = dict(ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
-    return SimpleNamespace(**own)
+    return SimpleNamespace(
+        ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
 
 
 def open_base(name, cfg, world, resumed):

@@ -70,7 +70,7 @@ def open_masks(files):
         path = Path(tokens.filename).with_suffix(".mask")
         if not path.exists() or path.stat().st_size != len(tokens):
             raise SystemExit(
-                f"{path}: it is missing, or has not one byte for each of {len(tokens):,} tokens; "
-                "copy or prepare the data again")
+                f"{path}: it is missing, or does not have one byte for each of {len(tokens):,} "
+                "tokens; copy or prepare the data again")
         masks.append(np.memmap(path, np.bool_, mode="r"))
     return masks

@@ -6,12 +6,15 @@ torch and fsdp.py, so you can copy both into your own project. The loop then rea
     torch.cuda.set_stream(torch.cuda.Stream())  # first of all
     ...                                         # mesh, model, shard, optimizer
 
+    def forward(x, y):
+        return my_loss(model(x).float(), y) / n  # n micro-batches
+
     def forward_backward(x, y):
-        loss = my_loss(model(x).float(), y) / n
+        loss = forward(x, y)
         loss.backward()
         return loss.detach()
 
-    forward_backward = Recorded(model, forward_backward, per_step=n)  # n micro-batches
+    forward_backward = Recorded(model, forward_backward, per_step=n, forward=forward)
     for batches in steps:
         for i, (x, y) in enumerate(batches):
             set_grad_sync(model, is_last_micro_batch=i + 1 == n)
@@ -24,8 +27,8 @@ torch and fsdp.py, so you can copy both into your own project. The loop then rea
 The first calls run the function as it is: they compile it, connect its groups and make gradients.
 Then it is recorded. A replay runs the same kernels on the same memory, and nothing else. So the
 function
-- takes tensors of the same shapes in each call, and returns one, which a later call overwrites
-  (other arguments must be the same objects in each call);
+- takes tensors of the same shapes in each call (and other arguments that are equal), and returns a
+  0-d tensor, which a later call overwrites;
 - decides nothing on the host: no .item(), no `if tensor:`, no layer dropped by Python's random, and
   no number that differs from call to call, unless it is passed as a tensor;
 - finds its parameters and gradients where they were: zero gradients in place;

@@ -54,7 +54,10 @@ def rehearse(cfg, world):
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        for each in stand_ins(fake, ledger) + on_gpu * gpu_kernels():
+        patches = stand_ins(fake, ledger)
+        if on_gpu:
+            patches += gpu_kernels()
+        for each in patches:
             stack.enter_context(each)
         model = train.meta_model(cfg)
         if hasattr(model, "convert"):  # as in train.build
@@ -87,7 +90,7 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     label_gradients()  # DDP's are there before the first backward
     optimizer.register_step_pre_hook(label_gradients)
 
-    def forward_backward(*args):
+    def work(*args):
         ledger.micro_batch += 1
         return train.forward_backward(*args)
 
@@ -97,7 +100,7 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     ledger.start = len(ledger.changes)
     ledger.events.clear()
     train.train_step(
-        model, wrapped, optimizer, scaler, batches, 0, cfg, world, forward_backward)
+        model, wrapped, optimizer, scaler, batches, 0, cfg, world, work)
     return ledger.timeline(on_gpu)  # now: afterwards memory is freed
 
 

@@ -111,6 +111,12 @@ def test_config_model_brings_its_own_keys(other):
         assert re.search(said, refused(load_config, argv))
 
 
+def test_config_a_checkpoints_model_has_its_own_defaults(other):
+    """And not gpt2's, which nobody has asked for."""
+    cfg = with_sizes(load_config(["--batch_size=3"]), "other", dict(kind=2), "ckpt.pt")
+    assert (cfg.batch_size, cfg.sizes.block_size, cfg.sizes.bias, cfg.sizes.kind) == (3, 8, -1.5, 2)
+
+
 @pytest.mark.parametrize("flag, model, sizes, said", [
     # else a fine-tune would go without the dropout that was asked for
     ("--dropout=0.5", "other", dict(block_size=8), "no key dropout"),

@@ -153,7 +153,7 @@ def built(tmp, **overrides):
     return types.SimpleNamespace(
         world=world, cfg=cfg, wrapped=wrapped, model=model, optimizer=optimizer,
         batches=open_batches(cfg, world),
-        forward_backward=train.maybe_recorded(wrapped, cfg, world))
+        work=train.maybe_recorded(wrapped, cfg, world))
 
 
 def steps(run, first=0, n=1, scaler=None):
@@ -162,7 +162,7 @@ def steps(run, first=0, n=1, scaler=None):
     for step in range(first, first + n):
         numbers = train.train_step(
             run.model, run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
-            run.forward_backward)
+            run.work)
     return numbers["loss"].item(), numbers["grad_norm"].item()
 
 

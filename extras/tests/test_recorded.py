@@ -88,7 +88,7 @@ def test_cuda_recorded_run_is_the_ordinary_one(found, name):
 def case_waits(tmp, device, **keys):
     """What the host waits for in the last of some recorded steps, none of which is logged."""
     run = built(tmp, device=device, cuda_graph=True, gradient_accumulation_steps=3, **keys)
-    run.forward_backward.warm_up = 2
+    run.work.warm_up = 2
     scaler = LossScaler(run.cfg)
     kept = []
     for step in range(6):
@@ -96,13 +96,13 @@ def case_waits(tmp, device, **keys):
             torch.cuda.set_sync_debug_mode("error")
         train.train_step(
             run.model, run.wrapped, run.optimizer, scaler, run.batches, step, run.cfg, run.world,
-            run.forward_backward)
+            run.work)
         kept.append([p.grad.data_ptr() for p in run.model.parameters()])
     torch.cuda.set_sync_debug_mode("default")
     # One recording for the first micro-batch, one for the last and one between; and a replay
     # writes where gradients were while it was recorded.
-    assert len(run.forward_backward.recordings) == 3 and kept[1] == kept[-1]
-    _, inputs, result, *_ = next(iter(run.forward_backward.recordings.values()))
+    assert len(run.work.recordings) == 3 and kept[1] == kept[-1]
+    _, inputs, result, *_ = next(iter(run.work.recordings.values()))
     tensors = [t for t in (*inputs, result) if isinstance(t, torch.Tensor)]
     return [t.device.type for t in tensors]
 
@@ -119,7 +119,7 @@ class Drops(torch.nn.Module):
 def case_decides(tmp, device, **keys):
     """The error with which a run ends whose model drops a layer before its head."""
     run = built(tmp, device=device, cuda_graph=True, gradient_accumulation_steps=1, **keys)
-    run.forward_backward.warm_up = 2
+    run.work.warm_up = 2
     norm = run.model.transformer.ln_f
     drops = Drops()
     norm.register_forward_hook(lambda _, args, output: drops(output))
