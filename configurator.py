@@ -264,13 +264,11 @@ def with_sizes(cfg, model, sizes, where, whole_context=True):
     - a shorter block_size; with whole_context=False, cfg's is taken even if nobody has set it
     where: the checkpoint's path."""
     ours = as_dict(cfg)
-    if "model" in cfg.given and cfg.model != model:
-        if model_file(cfg.model).ModelConfig is model_file(model).ModelConfig:
-            model = cfg.model
-    if cfg.model == model:
-        values = dict(ours)
-    else:  # its own defaults, and what was set
-        values = {key: ours[key] for key in ours if key in cfg.given or hasattr(Config, key)}
+    if "model" in cfg.given and model_file(cfg.model).ModelConfig is model_file(model).ModelConfig:
+        model = cfg.model
+    # Of another model, what was set; the rest are its own defaults.
+    taken = cfg.given if cfg.model != model else ours
+    values = {key: ours[key] for key in ours if key in taken or hasattr(Config, key)}
     for key, theirs in {"model": model, **sizes}.items():
         is_given = key in cfg.given
         if key == "dropout" or (key == "base" and is_given):

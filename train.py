@@ -182,9 +182,8 @@ def maybe_recorded(wrapped, cfg, world):
     if not cfg.cuda_graph:
         return forward_backward
     micro_batches = cfg.gradient_accumulation_steps // world.size
-    recorded = configurator.named_file("recorded")
-    return recorded.Recorded(
-        wrapped, forward_backward, per_step=micro_batches, forward=forward)
+    Recorded = configurator.named_file("recorded").Recorded
+    return Recorded(wrapped, forward_backward, per_step=micro_batches, forward=forward)
 
 
 def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, work):
