@@ -108,7 +108,9 @@ def test_commands_run_as_they_stand_on_the_page(clone, request, page, block, sho
             exact = exact and not added
             out += typed(clone, f"{command} {added}")
     left = iter(out.splitlines())
-    for line in shown.splitlines() if not torch.cuda.is_available() else []:  # it is a CPU's
+    if torch.cuda.is_available():  # the page shows a CPU's
+        return
+    for line in shown.replace("...\n", "").splitlines():
         assert any(has(printed, line, exact) for printed in left), f"no {line!r} in\n{out}"
 
 
