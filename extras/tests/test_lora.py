@@ -15,20 +15,9 @@ from types import SimpleNamespace
 import formulas
 import pytest
 import torch
+import training
 from harness import on_ranks, refused, values
-from training import (
-    arguments,
-    built,
-    heard,
-    launch,
-    losses,
-    plain_gpt,
-    read_ckpt,
-    run_training,
-    started,
-    steps,
-    tiny,
-)
+from training import arguments, built, losses, read_ckpt, run_training, started, steps, tiny
 
 import checkpoint
 import sample
@@ -122,8 +111,8 @@ def test_lora_resumes_bit_for_bit_and_at_another_world_size(tmp, base, ranks, ki
     results = on_ranks(2, {"first": (run_training, first), "second": (run_training, second)})
     values(results, "first")
     assert columns(values(results, "second")[0])[0] == whole[:4]
-    p = launch(1, arguments(tmp, out, init_from="resume", max_iters=5, **NAME,
-                            learning_rate=KEYS["learning_rate"]))
+    p = training.launch(1, arguments(tmp, out, init_from="resume", max_iters=5, **NAME,
+                                     learning_rate=KEYS["learning_rate"]))
     assert "at step 4" in p.stdout
     assert losses(out) == pytest.approx(whole, rel=1e-6)
 
@@ -161,7 +150,7 @@ def test_lora_adapts_plain_linear_layers_of_the_blocks_only(tmp):
         def forward(self, x):
             return 100 * super().forward(x)
 
-    gpt = plain_gpt()
+    gpt = training.plain_gpt()
     gpt.blocks[0].mlp.c_fc.__class__ = Loud
     found = lora.targets(gpt, "")
     assert len(found) == 11 and gpt.blocks[0].mlp.c_fc not in found.values()
@@ -221,7 +210,7 @@ def case_bytes(tmp):
                 **ZERO3, **KEYS)
     steps(run)
     sent = Counter()
-    with heard() as calls:
+    with training.heard() as calls:
         steps(run, first=1)
     for kind, group, _, size in calls:
         sent[kind, group] += size
