@@ -6,10 +6,9 @@ LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import formulas
@@ -186,22 +185,6 @@ def test_lora_whose_base_was_trained_on_says_so(tmp, base, tmp_path, capsys):
                      learning_rate=KEYS["learning_rate"])
         said = capsys.readouterr().err
         assert f"step 2 of run {ckpt['run']}" in said and f"now step 3 of run {ckpt['run']}" in said
-
-
-def test_lora_whose_base_in_hugging_faces_format_was_replaced_says_so(tmp, base, tmp_path, capsys):
-    pytest.importorskip("safetensors")
-    own, out = tmp_path / "hf", str(tmp_path / "out")
-    keys = dict(learning_rate=KEYS["learning_rate"], init_from="resume", **NAME)
-    source = checkpoint.find(base, World())
-    huggingface.export(source, own)
-    run_training(tmp, out, base=str(own), max_iters=1, **KEYS)
-    again = shutil.copytree(own, tmp_path / "again")  # the same, with other dates
-    run_training(tmp, out, base=str(again), max_iters=2, **keys)
-    assert "LoRA began" not in capsys.readouterr().err
-    trained = replace(source, get=lambda key: source.get(key) * 1.01)
-    huggingface.export(trained, own)
-    run_training(tmp, out, base=str(own), max_iters=3, **keys)
-    assert re.search(r"was .* the CRC \d+ when LoRA began, and is now", capsys.readouterr().err)
 
 
 def case_bytes(tmp):
