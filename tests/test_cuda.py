@@ -18,8 +18,9 @@ import torch
 import training
 from harness import on_ranks, values
 from torch.distributed.checkpoint import filesystem
-from training import built, plain_training, run_training, tiny
+from training import built, plain_gpt, plain_training, run_training, tiny
 
+import fsdp
 import ranks
 import saves
 import test_fsdp
@@ -133,6 +134,15 @@ def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
         saver.finish()
     assert (on_gpu.call_count, serial.call_count) == (0, 1)
     assert "step-000000001" in os.listdir(run.cfg.out_dir)
+
+
+def test_cuda_copies_of_offloaded_units_are_pinned():
+    """Or they would wait for the GPU."""
+    gpt, mesh = plain_gpt(), MagicMock(device_type="cuda")
+    with (patch.object(fsdp, "fully_shard", side_effect=InterruptedError) as first,
+          pytest.raises(InterruptedError)):
+        fsdp.shard(gpt, gpt.blocks, mesh, cpu_offload=1.0)
+    assert first.call_args.kwargs["offload_policy"].pin_memory
 
 
 def test_cuda_batches_are_pinned_before_they_are_copied(tmp):
