@@ -27,18 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from training import (
-    WAYS,
-    assert_same_weights,
-    heard,
-    plain_gpt,
-    plain_training,
-    read_ckpt,
-    run_training,
-    steps,
-    tiny,
-    two_each,
-)
+from training import WAYS, plain_gpt, read_ckpt, run_training, steps, tiny, two_each
 
 import configurator
 import fsdp
@@ -187,7 +176,7 @@ PARITY = [(world, name) for world in CASES for name in CASES[world]]
 @pytest.fixture(scope="session")
 def plain(tmp):
     """plain(key=value, ...) -> losses, norms and weights of the independent reference."""
-    return functools.cache(lambda **overrides: plain_training(tiny(tmp, **overrides)))
+    return functools.cache(lambda **overrides: training.plain_training(tiny(tmp, **overrides)))
 
 
 def assert_parity(tmp, rows, name, expected):
@@ -195,7 +184,7 @@ def assert_parity(tmp, rows, name, expected):
     ours = read_ckpt(os.path.join(tmp, name))["model"]
     assert [r["loss"] for r in rows] == pytest.approx(losses, rel=1e-6)
     assert [r["grad_norm"] for r in rows] == pytest.approx(norms, rel=1e-5)
-    assert_same_weights(ours, weights, 1e-5)
+    training.assert_same_weights(ours, weights, 1e-5)
     tied = [torch.equal(w["lm_head.weight"], next(iter(w.values()))) for w in (ours, weights)]
     assert tied[0] == tied[1]
 
@@ -336,7 +325,7 @@ def case_collectives(tmp, **overrides):
         run.wrapped(*run.batches.get(1, 0)[:2])[1].backward()
     run.optimizer.zero_grad()
 
-    with heard() as traffic:
+    with training.heard() as traffic:
         steps(run, first=1)
     buckets.clear()
     steps(run, first=2)

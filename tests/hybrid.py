@@ -1,13 +1,12 @@
 """
-A model unlike the others, which must pass the contract as it is: a gated linear recurrence and
-latent attention in turns, one attention more that is called after each block, a second head that in
-training predicts the token after the next, a projection that never trains, arguments by keyword,
-and dropout under a key of another name.
+A model unlike the others, which must pass the contract as it is: a convolution and attention in
+turns, one attention more that is called after each block, a second head that in training predicts
+the token after the next, a projection that never trains, an argument by keyword, and dropout under
+a key of another name.
 
 Sizes: B sequences of T tokens, C = width, L = latent.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -23,53 +22,33 @@ class ModelConfig:
     vocab_size: int = 50304
     n_layer: int = 4
     width: int = 30
-    latent: int = 12  # width of what keys and values are made from
-    kernel: int = 4  # of the convolution before the recurrence
-    further: float = 0.3  # weight of the second head's loss
+    latent: int = 12  # width of queries, keys and values
     drop: float = 0.1
 
 
-class Recurrence(nn.Module):
-    """h[t] = a[t] h[t - 1] + (1 - a[t]) v[t], a channel at a time, all positions at once."""
+class Convolution(nn.Conv1d):
+    """Of each position and the three before it, a channel at a time."""
 
     def __init__(self, config):
-        super().__init__()
-        C = config.width
-        self.conv = nn.Conv1d(C, C, config.kernel, groups=C, padding=config.kernel - 1)
-        self.gate = nn.Linear(C, C)
-        self.value = nn.Linear(C, C, bias=False)
-        self.out = nn.Linear(C, C, bias=False)
+        super().__init__(config.width, config.width, 4, groups=config.width, padding=3)
 
     def forward(self, x):
-        T = x.size(1)
-        x = self.conv(x.mT)[..., :T].mT  # (B, T, C), of the last `kernel` positions
-        keep = F.logsigmoid(self.gate(x).float())  # log a
-        new = -torch.expm1(keep) * self.value(x).float()
-        total = keep.cumsum(dim=1)
-        decay = total[:, :, None] - total[:, None]  # (B, T, T, C): from s to t
-        later = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-        decay = decay.masked_fill(later[..., None], -math.inf).exp()
-        y = (decay * new[:, None]).sum(dim=2)  # (B, T, C)
-        return self.out(y.type_as(x))
+        return super().forward(x.mT)[..., :x.size(1)].mT  # (B, T, C)
 
 
-class LatentAttention(nn.Module):
-    """One head."""
+class Attention(nn.Module):
+    """One head, whose keys are its values."""
 
     def __init__(self, config):
         super().__init__()
-        C = config.width
-        self.query = nn.Linear(C, C, bias=False)
-        self.down = nn.Linear(C, config.latent, bias=False)
+        self.query = nn.Linear(config.width, config.latent, bias=False)
+        self.down = nn.Linear(config.width, config.latent, bias=False)
         self.down.requires_grad_(False)  # it stays as it is drawn
-        self.norm = nn.RMSNorm(config.latent, 1e-5)
-        self.up = nn.Linear(config.latent, 2 * C, bias=False)
-        self.out = nn.Linear(C, C, bias=False)
+        self.up = nn.Linear(config.latent, config.width, bias=False)
 
     def forward(self, x):
-        q = self.query(x)
-        k, v = self.up(self.norm(self.down(x)).type_as(x)).chunk(2, dim=-1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        kv = self.down(x)  # (B, T, L)
+        return self.up(F.scaled_dot_product_attention(self.query(x), kv, kv, is_causal=True))
 
 
 class Block(nn.Module):
@@ -90,9 +69,9 @@ class Model(nn.Module):
         self.config = config
         C = config.width
         self.embedding = nn.Embedding(config.vocab_size, C)
-        mixers = [LatentAttention if i % 2 else Recurrence for i in range(config.n_layer)]
+        mixers = [Attention if i % 2 else Convolution for i in range(config.n_layer)]
         self.blocks = nn.ModuleList(Block(config, mixer) for mixer in mixers)
-        self.shared = LatentAttention(config)
+        self.shared = Attention(config)
         self.norm = nn.RMSNorm(C, 1e-5)
         self.head = nn.Linear(C, config.vocab_size, bias=False)
         self.further = nn.Linear(C, C, bias=False)
@@ -111,14 +90,12 @@ class Model(nn.Module):
         loss = cross_entropy(logits, targets)
         if self.training:
             further = self.head(self.further(x[:, :-1]))
-            loss = loss + self.config.further * cross_entropy(further, targets[:, 1:])
+            loss = loss + 0.3 * cross_entropy(further, targets[:, 1:])
         return logits.detach(), loss
 
     def initial_value(self, name, shape, seed):
         if name.endswith("norm.weight"):
             return torch.ones(shape)
-        if name.endswith("gate.bias"):  # short memories and long ones, the same in each block
-            return torch.linspace(0, 3, *shape)
         if name.endswith("bias"):
             return torch.zeros(shape)
         return normal(shape, 0.05, key=(seed, name))

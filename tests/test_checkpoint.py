@@ -12,21 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import training
 from harness import on_ranks, refused, values
 from saver import assert_equal, claimed, found, resumed, save
 from torch.distributed import checkpoint as dcp
-from training import (
-    arguments,
-    assert_same_weights,
-    built,
-    launch,
-    losses,
-    read_ckpt,
-    read_metrics,
-    resident,
-    steps,
-    tensor_of,
-)
+from training import arguments, built, launch, losses, read_ckpt, read_metrics, steps, tensor_of
 
 import checkpoint
 import train
@@ -66,7 +56,7 @@ def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
         run = dict(strategy=strategy, checkpoint=kind, init_from="auto", **more)
         launch(world, arguments(tmp, chain, max_iters=2 * (i + 1), **run))
     assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
+    training.assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
     rows = read_metrics(chain)
     assert [row["iter"] for row in rows if "loss" in row] == [*range(12)]  # without duplicates
     assert {row["run"] for row in rows} == {found(chain).header["run"]}  # it is one run
@@ -284,10 +274,10 @@ def case_gather_memory(tmp, out):
     run = built(tmp, strategy="full_shard", **sizes)
     steps(run)
     saver = claimed(run, out)
-    before = resident("VmRSS", reset=True)
+    before = training.resident("VmRSS", reset=True)
     save(saver, run, 1)
     n = [p.numel() * 4 for p in run.model.parameters()]
-    return dict(above=resident("VmHWM") - before, state=3 * sum(n), largest=max(n))
+    return dict(above=training.resident("VmHWM") - before, state=3 * sum(n), largest=max(n))
 
 
 def test_checkpoint_gather_memory(tmp):

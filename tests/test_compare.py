@@ -7,23 +7,10 @@ compare.py: ranks that are not at the same place are found, and said on all of t
 import copy
 from dataclasses import dataclass
 
+import nets
 import torch
 import torch.distributed as dist
-from nets import (
-    FILLS_IN,
-    Block,
-    Net,
-    Skips,
-    assert_exact,
-    backward,
-    cases,
-    distance,
-    gradients,
-    inputs,
-    says,
-    sharded,
-    square,
-)
+from nets import Net, assert_exact, backward, cases, distance, inputs, says, sharded, square
 from torch import nn
 
 import activations
@@ -34,14 +21,14 @@ import fsdp
 def case_units_that_are_alike():
     """It says nothing of units in units, recomputed, prefetched, in host memory; two forwards
     before a backward; generation until all ranks have enough."""
-    model = Net(Block)
+    model = Net(nets.Block)
     activations.checkpoint_activations(model.blocks, "full")
     units = [m for block in model.blocks for m in (block.inner, block)]
     sharded(model, units, cpu_offload=0.5, prefetch_units=1)
     with compare.check_units(model):
         for _ in range(2):
             loss = square(model, inputs(dist.get_rank()))
-            if FILLS_IN:  # torch 2.9 cannot: "got mixed torch.Tensor and DTensor"
+            if nets.FILLS_IN:  # torch 2.9 cannot: "got mixed torch.Tensor and DTensor"
                 loss = loss + square(model, inputs(dist.get_rank()))
             loss.backward()
         with fsdp.inference(model):
@@ -53,7 +40,7 @@ def case_different_units():
     for skipped, said in (
             (rank, "['forward of blocks.1', 'forward of blocks.0']"),
             ([None, 2][rank], "['forward of blocks.2', 'end of forward of the root'")):
-        model = sharded(Skips())
+        model = sharded(nets.Skips())
         with says(said), compare.check_units(model):
             backward(model)  # the same on both ranks: nothing is said
             model.skipped = skipped
@@ -107,14 +94,14 @@ def case_no_gradient_on_one_rank():
     # The two remedies.
     plain = Heads()
     backward(plain)
-    for in_root in (True, False) if FILLS_IN else (False,):
+    for in_root in (True, False) if nets.FILLS_IN else (False,):
         model = Heads()
         model.is_touched = not in_root
         units = model.blocks if in_root else [*model.blocks, *model.heads]
         sharded(model, units, reshard_after_forward=False)
         with compare.check_units(model):
             backward(model)
-        assert distance(gradients(model.heads), gradients(plain.heads)) < 1e-6
+        assert distance(nets.gradients(model.heads), nets.gradients(plain.heads)) < 1e-6
 
 
 class Two(nn.Linear):

@@ -17,15 +17,7 @@ from harness import HERE, Ranks, refused, script
 from training import arguments, tiny
 
 import train
-from configurator import (
-    Config,
-    best_dtype,
-    keys_of,
-    load_config,
-    model_file,
-    resolve,
-    with_sizes,
-)
+from configurator import Config, best_dtype, keys_of, load_config, model_file, resolve, with_sizes
 from ranks import World
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before its library is imported, which looks once

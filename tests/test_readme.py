@@ -7,8 +7,6 @@ minimal.py and docs/own_model.py compute what plain PyTorch computes, and every 
 import ast
 import os
 import re
-import shutil
-import sysconfig
 from glob import glob
 
 import pytest
@@ -144,48 +142,6 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     more, _ = own_run(1, tmp_path, "--steps=40", "--save=saved", "--resume")
     assert sorted(more) == [30, 40]  # after the newest; the last two stay
     assert sorted(os.listdir(tmp_path / "saved")) == ["step-000020", "step-000040", "weights.pt"]
-
-
-def changed_own(path, before, after, *args):
-    """Run a copy with another line, in this process."""
-    code = text_of("docs/own_model.py").replace("__file__", repr(OWN))
-    assert before in code
-    path.write_text(code.replace(before, after))
-    return script(str(path), *args)
-
-
-def test_own_model_saves_no_step_that_is_not_finite(tmp_path):
-    """The last one is checked too, whatever its number."""
-    p = changed_own(tmp_path / "steep.py", "lr=1e-3", "lr=float('inf')",
-                    "--steps=3", f"--save={tmp_path}/saved")
-    assert p.returncode == 1 and "step 3: a gradient is not finite" in p.stderr
-    assert not (tmp_path / "saved").exists()
-
-
-def test_own_model_with_more_state_than_tensors(tmp_path):
-    """It is in a checkpoint, and not in the file of whole weights."""
-    forward = "    def forward(self, images)"
-    own = (
-        "    def get_extra_state(self):\n        return {'seen': 3}\n\n"
-        "    def set_extra_state(self, state):\n        assert state == {'seen': 3}\n\n")
-    for more in (["--steps=2"], ["--steps=3", "--resume"]):
-        p = changed_own(tmp_path / "more.py", forward, own + forward,
-                        f"--save={tmp_path}/saved", *more)
-        assert p.returncode == 0, p.stderr
-    assert "step 3" in p.stdout
-    whole = torch.load(tmp_path / "saved/weights.pt")
-    assert all(map(torch.is_tensor, whole.values())) and "head.weight" in whole
-
-
-COMPILES = shutil.which("g++") and os.path.exists(sysconfig.get_path("include") + "/Python.h")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not COMPILES, reason="inductor needs a C++ compiler and Python's headers")
-def test_own_model_compiles(tmp_path):
-    expected, *_ = plain_own(10)
-    losses, _ = own_run(2, tmp_path, "--steps=10", "--checkpointing", "--compile")
-    assert losses == {10: pytest.approx(expected[9], abs=1.5e-4)}
 
 
 # -----------------------------------------------------------------------------

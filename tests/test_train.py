@@ -21,17 +21,7 @@ import pytest
 import torch
 from harness import on_ranks, refused, values
 from torch.nn import functional as F
-from training import (
-    built,
-    keys_of,
-    losses,
-    plain_gpt,
-    read_ckpt,
-    run_training,
-    started,
-    steps,
-    tiny,
-)
+from training import TINY, built, losses, plain_gpt, read_ckpt, run_training, started, steps, tiny
 
 import checkpoint
 import metrics
@@ -39,7 +29,7 @@ import saves
 import start
 import train
 from configurator import Keys, load_config
-from data.loader import Batches, TokenFiles
+from data.loader import Batches
 from ranks import StopSignal, World
 
 SHORT = dict(gradient_accumulation_steps=8, max_iters=3, eval_interval=3)
@@ -198,7 +188,7 @@ def test_start_says_each_key_that_has_changed(tmp, capsys):
     """But init_from, which every resumed run sets."""
     started_on(tmp, init_from="gpt2")  # another run, and not this one going on
     assert capsys.readouterr().out == ""
-    same = [f"--{key}={getattr(tiny(tmp), key)}" for key in keys_of("gpt2") if hasattr(Keys, key)]
+    same = [f"--{key}={getattr(tiny(tmp), key)}" for key in TINY if hasattr(Keys, key)]
     started_on(tmp, *same, "--init_from=auto", "--batch_size=12", "--block_size=8", "--freeze=wpe")
     said = capsys.readouterr().out.splitlines()
     moved = "; text is skipped or comes again"
@@ -333,7 +323,7 @@ def test_evaluation_alone_notices_nan(tmp):
 
 
 # -----------------------------------------------------------------------------
-# the log, sharded checkpoints while training goes on, data
+# the log, checkpoints while training goes on
 
 
 def test_log_time_is_a_steps_without_evaluation_and_saves(tmp, monkeypatch, capsys):
@@ -385,13 +375,3 @@ def test_checkpoint_is_completed_while_training_goes_on(tmp, tmp_path, monkeypat
     monkeypatch.setattr(saves, "require_finite_state", noted("save", check))
     run_training(tmp, tmp_path / "out", checkpoint=kind, max_iters=4, eval_interval=2)
     assert done == ["step", "step", "save", "step", "step", "complete", "save", "complete"]
-
-
-def test_tokens_are_checked_as_they_are_read(tmp_path):
-    """The start looks at 100 windows; a wrong one elsewhere is found when its window comes."""
-    tokens = np.ones(16 * 1000 + 1, np.uint16)
-    tokens[16 * 5 + 3] = 99
-    tokens.tofile(tmp_path / "train.bin")
-    files = TokenFiles(str(tmp_path), "train", 16, 67)
-    files.batch([0, 4])
-    assert "token 99" in refused(files.batch, [5])

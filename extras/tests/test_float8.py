@@ -11,21 +11,11 @@ from types import SimpleNamespace
 import formulas
 import pytest
 import torch
+import training
 from harness import on_ranks, refused, values
 from test_cuda import trainings
 from torch.distributed.tensor.debug import CommDebugMode
-from training import (
-    arguments,
-    built,
-    heard,
-    launch,
-    plain_gpt,
-    plain_training,
-    read_ckpt,
-    run_training,
-    steps,
-    tiny,
-)
+from training import arguments, built, launch, plain_gpt, read_ckpt, run_training, steps, tiny
 
 import checkpoint
 from configurator import load_config, make_config, with_sizes
@@ -59,7 +49,7 @@ def case_mechanisms(tmp, model):
     keys = dict(SIZES, strategy="full_shard", gradient_accumulation_steps=2)
     run = built(tmp, model=model, **keys)
     steps(run)
-    with CommDebugMode() as comm, heard() as calls:
+    with CommDebugMode() as comm, training.heard() as calls:
         steps(run, first=1)
     counts = comm.get_comm_counts().items()
     layers = [n for n, m in run.model.named_modules() if type(m).__name__ == "Float8Linear"]
@@ -144,7 +134,7 @@ def test_cuda_trains_in_float8(tmp):
     pytest.importorskip("torchao")
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no float8")
-    losses, *_ = plain_training(tiny(tmp, n_embd=SIZES["n_embd"]))
+    losses, *_ = training.plain_training(tiny(tmp, n_embd=SIZES["n_embd"]))
     results = on_ranks(1, trainings(tmp, "cuda", {"float8": dict(FLOAT8, strategy="full_shard")}))
     [rows] = values(results, "float8")
     assert [loss for loss, _ in rows] == pytest.approx(losses, rel=2e-2)

@@ -12,21 +12,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_prepare
 from harness import HERE, refused
 from test_hf_tokenizer import make
-from test_prepare import (
-    files_of,
-    gpt2,  # noqa: F401  a fixture
-    run_prepare,
-    split_documents,
-    starts_until_done,
-    write_jsonl,
-)
+from test_prepare import files_of, run_prepare, split_documents, starts_until_done, write_jsonl
 
 from data import prepare as prepare_py
 from data.documents import render
 from data.tokenizer import encoder
 from extras import masks
+
+gpt2 = test_prepare.gpt2  # a fixture
 
 
 def job(own, **options):

@@ -100,18 +100,6 @@ def test_llama_angles_stay_fp32_in_bf16(tmp, two_ranks):
     assert (llama.rotate(x, cos, sin) != expected).float().mean() < 0.01  # rounded once
 
 
-def test_llama_attention_gets_bf16_where_autocast_runs_rmsnorm_in_fp32(tmp):
-    """As CUDA's does: fp32 queries would leave flash attention."""
-    model = plain_model(tiny(tmp, model="llama", qk_norm=True))
-    norm = F.rms_norm
-    with (patch.object(F, "rms_norm", lambda x, *args: norm(x.float(), *args)),
-          patch.object(llama, "attend_in_groups", side_effect=attend_in_groups) as attention,
-          torch.autocast("cpu", torch.bfloat16)):
-        model(IDX, IDX)
-    seen = {t.dtype for call in attention.call_args_list for t in call.args}
-    assert seen == {torch.bfloat16}
-
-
 def test_llama_initial_values_and_norms(tmp):
     sizes = dict(n_embd=192, n_inner=512, qk_norm=True, qkv_bias=True, norm_eps=1e-3)
     model = plain_model(tiny(tmp, model="llama", **sizes))

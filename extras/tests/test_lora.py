@@ -6,29 +6,17 @@ LoRA: peft's numbers, the same ones in every mode, small checkpoints, and bytes.
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import formulas
 import pytest
 import torch
+import training
 from harness import on_ranks, refused, values
-from training import (
-    arguments,
-    built,
-    heard,
-    launch,
-    losses,
-    plain_gpt,
-    read_ckpt,
-    run_training,
-    started,
-    steps,
-    tiny,
-)
+from training import arguments, built, losses, read_ckpt, run_training, started, steps, tiny
 
 import checkpoint
 import sample
@@ -122,8 +110,8 @@ def test_lora_resumes_bit_for_bit_and_at_another_world_size(tmp, base, ranks, ki
     results = on_ranks(2, {"first": (run_training, first), "second": (run_training, second)})
     values(results, "first")
     assert columns(values(results, "second")[0])[0] == whole[:4]
-    p = launch(1, arguments(tmp, out, init_from="resume", max_iters=5, **NAME,
-                            learning_rate=KEYS["learning_rate"]))
+    p = training.launch(1, arguments(tmp, out, init_from="resume", max_iters=5, **NAME,
+                                     learning_rate=KEYS["learning_rate"]))
     assert "at step 4" in p.stdout
     assert losses(out) == pytest.approx(whole, rel=1e-6)
 
@@ -161,7 +149,7 @@ def test_lora_adapts_plain_linear_layers_of_the_blocks_only(tmp):
         def forward(self, x):
             return 100 * super().forward(x)
 
-    gpt = plain_gpt()
+    gpt = training.plain_gpt()
     gpt.blocks[0].mlp.c_fc.__class__ = Loud
     found = lora.targets(gpt, "")
     assert len(found) == 11 and gpt.blocks[0].mlp.c_fc not in found.values()
@@ -199,29 +187,13 @@ def test_lora_whose_base_was_trained_on_says_so(tmp, base, tmp_path, capsys):
         assert f"step 2 of run {ckpt['run']}" in said and f"now step 3 of run {ckpt['run']}" in said
 
 
-def test_lora_whose_base_in_hugging_faces_format_was_replaced_says_so(tmp, base, tmp_path, capsys):
-    pytest.importorskip("safetensors")
-    own, out = tmp_path / "hf", str(tmp_path / "out")
-    keys = dict(learning_rate=KEYS["learning_rate"], init_from="resume", **NAME)
-    source = checkpoint.find(base, World())
-    huggingface.export(source, own)
-    run_training(tmp, out, base=str(own), max_iters=1, **KEYS)
-    again = shutil.copytree(own, tmp_path / "again")  # the same, with other dates
-    run_training(tmp, out, base=str(again), max_iters=2, **keys)
-    assert "LoRA began" not in capsys.readouterr().err
-    trained = replace(source, get=lambda key: source.get(key) * 1.01)
-    huggingface.export(trained, own)
-    run_training(tmp, out, base=str(own), max_iters=3, **keys)
-    assert re.search(r"was .* the CRC \d+ when LoRA began, and is now", capsys.readouterr().err)
-
-
 def case_bytes(tmp):
     """What a step sends, and in which types parameters are kept."""
     run = built(tmp, dtype="bfloat16", frozen_dtype="bfloat16", gradient_accumulation_steps=2,
                 **ZERO3, **KEYS)
     steps(run)
     sent = Counter()
-    with heard() as calls:
+    with training.heard() as calls:
         steps(run, first=1)
     for kind, group, _, size in calls:
         sent[kind, group] += size

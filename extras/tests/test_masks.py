@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import on_ranks, refused, values
-from training import (
-    TINY,
-    assert_same_weights,
-    built,
-    make_data,
-    plain_gpt,
-    plain_training,
-    steps,
-    tiny,
-)
+from training import assert_same_weights, built, make_data, plain_gpt, plain_training, steps, tiny
 
 import fsdp
 import train
@@ -29,7 +20,7 @@ from extras.masked import MaskedFiles
 from optimizer import LossScaler
 from ranks import World
 
-T = TINY["block_size"]
+T = 16  # the block_size of TINY
 STEPS = 4
 SAMPLES = 8 * STEPS  # a step has 8
 

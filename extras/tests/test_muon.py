@@ -15,21 +15,11 @@ import formulas
 import numpy as np
 import pytest
 import torch
+import training
 from harness import on_ranks, values
 from test_cuda import case_training, trainings
 from torch.distributed.tensor.debug import CommDebugMode
-from training import (
-    arguments,
-    assert_same_weights,
-    built,
-    heard,
-    launch,
-    losses,
-    read_ckpt,
-    run_compiled,
-    run_training,
-    two_each,
-)
+from training import arguments, assert_same_weights, built, losses, read_ckpt, run_training
 
 from extras import muon
 
@@ -59,8 +49,8 @@ def ranks(tmp):
         cases = {}
         for name, (size, keys) in RUNS.items():
             if size == world:
-                run = run_compiled if "compile" in keys else run_training
-                keys = {**MUON, **two_each(world), **keys}
+                run = training.run_compiled if "compile" in keys else run_training
+                keys = {**MUON, **training.two_each(world), **keys}
                 cases[name] = run, dict(keys, tmp=tmp, name="muon-" + name)
         for name, (size, keys) in MECHANISMS.items():
             if size == world:
@@ -151,7 +141,7 @@ def case_mechanisms(tmp, **keys):
         shapes.append([*m.shape, str(m.dtype)])
         return orthogonalize(m)
 
-    with (heard() as sent, CommDebugMode() as comm,
+    with (training.heard() as sent, CommDebugMode() as comm,
           patch.object(muon, "orthogonalize", watch)):
         run.optimizer.step()
     for kind, group, _, size in sent:
@@ -195,7 +185,7 @@ def test_muon_checkpoints_at_other_world_sizes_and_strategies(tmp):
     run_training(tmp, "muon-whole", max_iters=8, **MUON)
     for i, (world, strategy, kind) in enumerate(CHAIN):
         run = dict(strategy=strategy, checkpoint=kind, init_from="auto", max_iters=2 * (i + 1))
-        launch(world, arguments(tmp, chain, **run, **MUON))
+        training.launch(world, arguments(tmp, chain, **run, **MUON))
     assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)
     assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
 

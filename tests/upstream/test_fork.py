@@ -11,14 +11,7 @@ import pytest
 import test_contract as contract
 import torch
 from harness import HERE, copied, on_ranks, python, torchrun, values
-from training import (
-    arguments,
-    built,
-    read_ckpt,
-    read_metrics,
-    run_training,
-    tiny,
-)
+from training import arguments, built, read_ckpt, read_metrics, run_training, tiny
 
 import metrics
 import train
@@ -61,17 +54,6 @@ def test_fork_models_of_the_walk_keep_the_contract(tmp, models):
         losses.add(run_training(tmp, name, model=name, max_iters=1)[0]["loss"])
     assert len(losses) == 3  # positions matter, and so does the normalizer
     assert metrics.flops_per_token(train.meta_model(tiny(tmp, model="rotary")), World()) > 0
-
-
-@pytest.mark.parametrize("part, said", [
-    (".type_as(v)", "same dtype"), (', device="cpu"', r"buffer transformer.h.0.attn.cos"),
-    (", persistent=False", r"buffer transformer.h.0.attn.cos")])
-def test_fork_a_rotary_buffer_that_is_no_constant_in_fp32_is_said(tmp, models, part, said):
-    code = shown("RotaryAttention")
-    assert part in code
-    (models / "turned.py").write_text(code.replace(part, ""))
-    with pytest.raises(Exception, match=said):
-        contract.assert_kept(tmp, "turned")
 
 
 @pytest.mark.slow
