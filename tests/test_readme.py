@@ -7,6 +7,7 @@ minimal.py and docs/own_model.py compute what plain PyTorch computes, and every 
 import ast
 import os
 import re
+import sysconfig
 from glob import glob
 
 import pytest
@@ -142,6 +143,15 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     more, _ = own_run(1, tmp_path, "--steps=40", "--save=saved", "--resume")
     assert sorted(more) == [30, 40]  # after the newest; the last two stay
     assert sorted(os.listdir(tmp_path / "saved")) == ["step-000020", "step-000040", "weights.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists(sysconfig.get_path("include") + "/Python.h"),
+                    reason="inductor needs Python's headers")
+def test_own_model_compiles(tmp_path):
+    expected, *_ = plain_own(10)
+    losses, _ = own_run(2, tmp_path, "--steps=10", "--checkpointing", "--compile")
+    assert losses == {10: pytest.approx(expected[9], abs=1.5e-4)}
 
 
 # -----------------------------------------------------------------------------

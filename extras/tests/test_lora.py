@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import formulas
@@ -185,6 +185,18 @@ def test_lora_whose_base_was_trained_on_says_so(tmp, base, tmp_path, capsys):
                      learning_rate=KEYS["learning_rate"])
         said = capsys.readouterr().err
         assert f"step 2 of run {ckpt['run']}" in said and f"now step 3 of run {ckpt['run']}" in said
+
+
+def test_lora_a_base_in_hugging_faces_format_is_known_by_its_weights(base, tmp_path):
+    """So one that was replaced is said, as one that was trained on."""
+    pytest.importorskip("safetensors")
+    source = checkpoint.find(base, World())
+    origins = []
+    for factor in (1, 1, 1.01):
+        scaled = replace(source, get=lambda key, factor=factor: source.get(key) * factor)
+        huggingface.export(scaled, tmp_path)
+        origins.append(huggingface.open_pretrained(str(tmp_path)).header["origin"])
+    assert origins[0] == origins[1] != origins[2]
 
 
 def case_bytes(tmp):
