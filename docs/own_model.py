@@ -20,7 +20,7 @@ import argparse
 import os
 import shutil
 import sys
-from glob import glob
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ def save(step):
 
 def checkpoints():
     """Those that are complete, the newest last: .metadata is written at the end."""
-    return sorted(map(os.path.dirname, glob(f"{args.save}/step-*/.metadata")))
+    return sorted(path.parent for path in Path(args.save).glob("step-*/.metadata"))
 
 
 def resume():
