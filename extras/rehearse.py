@@ -54,10 +54,7 @@ def rehearse(cfg, world):
     dist.init_process_group("fake", rank=0, world_size=world.size, store=FakeStore())
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        patches = stand_ins(fake, ledger)
-        if on_gpu:
-            patches += gpu_kernels()
-        for each in patches:
+        for each in stand_ins(fake, ledger) + (gpu_kernels() if on_gpu else []):
             stack.enter_context(each)
         model = train.meta_model(cfg)
         if hasattr(model, "convert"):  # as in train.build
