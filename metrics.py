@@ -36,7 +36,7 @@ PEAK_FLOPS = {
     "A100-SXM4-80GB": 312e12,
     "L40S": 362e12,
     "GeForce RTX 4090": 165e12,
-    "V100-SXM2-32GB": 125e12,
+    "Tesla V100-SXM2-32GB": 125e12,
 }
 
 

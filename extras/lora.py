@@ -72,6 +72,8 @@ def around(name):
                 return initial_value(name, shape, seed)
             if not self.config.base:  # extras/bench.py needs none; a run does, see open_base
                 return super().initial_value(name, shape, seed)
+            if self.config.opened is None:
+                raise ValueError(f"base={self.config.base} is not open; --base= draws its values")
             return self.config.opened.value(f"model.{name}", shape, self.config)
 
     return SimpleNamespace(

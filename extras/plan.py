@@ -46,7 +46,7 @@ class GPU:
 # Steps of 124M to 13B that were measured or published reached 17 to 65% (extras/docs/plan.md).
 # link: NCCL's all-reduce on 8 A100s reached 235 of 300 GB/s; the others are estimates after it.
 GPUS = {
-    "V100": GPU("V100-SXM2-32GB", 31.7, 0.3, 117, 6.25, half="float16"),
+    "V100": GPU("Tesla V100-SXM2-32GB", 31.7, 0.3, 117, 6.25, half="float16"),
     "A100": GPU("A100-SXM4-80GB", 80, 0.5, 235, 25),
     "A100-40": GPU("A100-SXM4-40GB", 40, 0.5, 235, 25),
     "H100": GPU("H100 80GB HBM3", 80, 0.4, 360, 50),

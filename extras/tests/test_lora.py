@@ -94,6 +94,9 @@ def test_lora_only_the_adapters_train_and_are_saved(tmp, base, single):
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(state["model"])
     assert all(p.is_meta for p in model.parameters())  # or no FLOPs are counted
+    unopened = train.meta_model(cfg)
+    with pytest.raises(ValueError, match="not open"):
+        unopened.initial_value("transformer.ln_f.weight", (768,), 1)
 
 
 @pytest.mark.slow
