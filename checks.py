@@ -1,6 +1,7 @@
 """
 Detect mistakes that FSDP2 does not report. Call each function at the point shown; it raises a
-ValueError that names the mistake. This file imports only torch: copy it along with fsdp.py.
+ValueError that names the mistake. This file imports only torch and compare.py: copy both along with
+fsdp.py.
 
     checks.before_sharding(model)
     shard(model, ...)
@@ -12,13 +13,11 @@ ValueError that names the mistake. This file imports only torch: copy it along w
 compare.py finds ranks that do not run the same units.
 """
 
-import math
-from itertools import zip_longest
-
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from compare import add_up, fingerprint
 
 
 def before_sharding(model):
@@ -46,28 +45,14 @@ def refuse_rounding(model):
 
 def refuse_differences(named, remedy):
     """Raise on all ranks if they have other tensors in [(name, tensor)] (collective)."""
-    if not dist.is_initialized():
-        return
-    own = [((name, *t.shape, t.dtype, t.requires_grad), weighted_sum(t)) for name, t in named]
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    for entries in zip_longest(*of_ranks, fillvalue=("nothing", math.nan)):
-        kinds, sums = zip(*entries)
-        if len(set(kinds)) > 1:
-            raise ValueError(f"ranks 0, 1, ... have {kinds[:8]}: {remedy}")
-        # allclose: machines of two kinds may round differently.
-        if not torch.allclose(torch.tensor(sums), torch.tensor(sums[0]), equal_nan=True):
-            raise ValueError(
-                f"{kinds[0][0]} differs between ranks (weighted sums of its values are "
-                f"{sums[:8]}): {remedy}")
-
-
-def weighted_sum(t):
-    """A number that depends on the order of the values too; NaN on the meta device."""
-    if t.is_meta:
-        return math.nan
-    t = t.detach().flatten().double()
-    return torch.linspace(1, 2, len(t), dtype=t.dtype, device=t.device).dot(t).item()
+    parts = {}
+    for name, t in named:
+        key = f"{name} {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}"
+        parts[key] = [0.0] if t.is_meta else fingerprint(t).tolist(), None
+    try:
+        add_up(parts)
+    except ValueError as e:
+        raise ValueError(f"{e}: {remedy}") from None
 
 
 def after_building(model, optimizer):

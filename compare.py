@@ -1,18 +1,311 @@
 """
-Are the ranks at the same place? FSDP2 does not ask: if one rank skips a unit, the ranks mix rows of
-different units without an error. This file imports only torch: copy it along with fsdp.py.
+Is it the same run? Compare a run with another that must have the same numbers: sharded with one
+process, resumed with never stopped, a changed step with the old one, recorded with ordinary. This
+file imports only torch: copy it along with fsdp.py.
 
-    with compare.check_units(model):  # for a few steps of a new model: it is slow
-        ...                           # train
+    compare = Compare("steps.json", model, outputs=dict(model.blocks.named_children()))
+    for step in range(10):
+        ...                                  # forward, backward
+        compare.step(step, optimizer, loss)  # after the step's last backward, before clipping
+        ...                                  # clip, update
+    print(compare)
+
+The first run writes the file. Each later one compares itself with it, and raises a ValueError on
+all ranks at the first step that differs. To compare two files, of two machines or two commits:
+
+    python compare.py a.json b.json
+
+A step must have the same samples in both runs, whichever rank has them. Turn off dropout and noise.
+Compute in fp32, or pass tolerance=0.05 for bf16. Rounding grows with the learning rate: at a full
+rate without warm-up two right runs may go apart within ten steps. So take a run's warm-up, or a
+tenth of its rate.
+
+Are the ranks at the same place? FSDP2 does not ask: if one rank skips a unit, the ranks mix rows of
+different units without an error.
+
+    with check_units(model):  # for a few steps of a new model: it is slow
+        ...                   # train
 """
 
+import json
+import math
+import sys
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+# ---------- is it the same run? -----------------------------------------------
+
+
+class Compare:
+    """path: the file of steps to compare with; the first run makes it.
+    model: what was sharded, or what DDP's module is around.
+    outputs: {name: module}, whose outputs (..., features) are compared too, so that a message
+        names the first unit that differs. If a module returns several tensors, the first. All but
+        the features add up, over micro-batches and ranks too.
+    tolerance: how far numbers may be off, relative to a tensor's norm. Weights and optimizer state
+        may be off by ten times as much, since their errors add up.
+    worst: the largest difference so far, of weights and state a tenth; NaN if no step was compared.
+    """
+
+    def __init__(self, path, model, outputs=None, tolerance=1e-4):
+        self.path = Path(path)
+        self.model = model
+        self.tolerance = tolerance
+        self.worst = math.nan
+        self.before = []  # the largest difference of each step that was compared
+        self.last = {}, {}  # the numbers of the step before, ours and theirs
+        self.outputs = {}  # of this step so far: {name: fingerprint}
+        for name, module in (outputs or {}).items():
+            module.register_forward_hook(partial(self.add_output, name))
+        steps = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.steps = from_ranks(steps)[0]  # rank 0's: {step: {key: numbers}}
+        self.is_first = not self.steps
+
+    def __str__(self):
+        if not self.before:
+            return f"no step was compared: {self.path} has steps {', '.join(self.steps)}"
+        return f"{len(self.before)} steps are the same as in {self.path}, to {self.worst:.0e}"
+
+    @torch.compiler.disable
+    def add_output(self, name, module, args, output):
+        output = next(filter(torch.is_tensor, leaves(output)))
+        # Not in an evaluation, nor in a backward that computes a forward again (PyTorch's own
+        # checkpoint asks in this way; there is no public one), nor while a graph is recorded.
+        in_backward = torch._C._current_graph_task_id() >= 0
+        is_recorded = output.is_cuda and torch.cuda.is_current_stream_capturing()
+        if torch.is_grad_enabled() and not in_backward and not is_recorded:
+            rows = plain(output).reshape(-1, output.shape[-1])
+            part = fingerprint(rows.sum(dim=0))
+            part[0] = rows.double().square().sum()
+            self.outputs[name] = self.outputs.get(name, 0) + part
+
+    def step(self, step, optimizer, loss, scale=1.0):
+        """Write a step's numbers, or compare them (all ranks).
+        loss: this rank's; the step's is its mean over ranks.
+        scale: float16's, by which gradients are too large."""
+        ours = add_up(parts_of(self.model, optimizer, loss, scale, self.outputs))
+        self.outputs.clear()
+        if not self.is_first:
+            self.check(str(step), ours)
+            return
+        self.steps[str(step)] = ours
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            new = Path(f"{self.path}.tmp")
+            new.write_text(json.dumps(self.steps))
+            new.replace(self.path)
+
+    def check(self, step, ours):
+        """ValueError if a step's numbers are not those of the file, where it has the step."""
+        if step not in self.steps:
+            return
+        theirs = self.steps[step]
+        norms = defaultdict(float)  # {kind: the norm of all its tensors}
+        for key, b in theirs.items():
+            norms[kind_of(key)] = math.hypot(norms[kind_of(key)], b[0])
+        worst = 0.0
+        found = defaultdict(list)  # {(kind, how it is wrong): lines}
+        for key in theirs | ours:
+            off, wrong = self.difference(key, ours, theirs, norms)
+            worst = max(worst, off)
+            if wrong:
+                found[kind_of(key), wrong.split(" by ")[0]].append(f"{key} is {wrong}")
+        if found:
+            raise ValueError(self.message(step, found, theirs | ours))
+        self.before.append(worst)
+        self.worst = max(self.before)
+        self.last = ours, theirs
+
+    def difference(self, key, ours, theirs, norms):
+        """(How far a tensor is off, in the tolerance's measure; what is wrong with it, or "".)"""
+        kind, _, name = key.rpartition(" ")
+        if key not in ours or key not in theirs:
+            run = "this run" if key in ours else "the other run"
+            # A step that is replayed calls no hooks, so it has no outputs.
+            return 0.0, "" if kind == "output" else f"only in {run}"
+        a, b = ours[key], theirs[key]
+        # A small tensor is measured by all of its kind, and a loss that may be 0 by 0.01.
+        least = 0.01 if key == "loss" else 1e-3 * norms[kind]
+        off = distance(a, b) / max(abs(b[0]), least, 1e-30)
+        wrong = f"off by {off:.1e}"
+        if kind.startswith(("weight", "state")):
+            off /= 10
+            # The gradient of attention's key biases is zero but for rounding, of which Adam makes
+            # whole steps.
+            if 0 < theirs.get(f"gradient {name}", b)[0] < 0.01 * self.tolerance * norms["gradient"]:
+                return 0.0, ""
+        last_a, last_b = (numbers.get(key) for numbers in self.last)
+        if kind == "weight" and a == last_a and distance(b, last_b) > 1e-6 * b[0]:
+            return off, "unmoved since the step before, unlike the other's"
+        if off <= self.tolerance:
+            return off, ""
+        if kind.startswith("group"):
+            return off, f"{a[0]:g} instead of {b[0]:g}"
+        ratio = a[0] / max(b[0], 1e-30)
+        if distance(a, [ratio * x for x in b]) < 0.01 * distance(a, b):
+            wrong = f"{ratio:.4f} times the other's"
+        return off, wrong
+
+    def message(self, step, found, numbers):
+        shown = [f"step {step} differs from {self.path}:"]
+        for (kind, wrong), lines in found.items():
+            known = sum(kind_of(key) == kind and n[0] > 0 for key, n in numbers.items())
+            if len(lines) == known > 1 and wrong != "off":
+                hint = ": a sum where DDP and FSDP2 average?" if "times" in wrong else ""
+                lines = [f"all {known} {kind}s are {wrong}{hint}"]
+            elif len(lines) > 1:
+                lines[0] += f", and {len(lines) - 1} more of {known} {kind}s"
+            shown.append(lines[0])
+        if shown[7:]:
+            shown[7:] = [f"and {len(shown) - 7} more"]
+        before = self.before[-3:]
+        if before:
+            shown.append("the steps before were off by " + ", ".join(f"{x:.0e}" for x in before))
+        if len(before) == 3 and 4 * before[0] < 2 * before[1] < before[2]:
+            shown.append("this grew evenly, as rounding does if the learning rate is high")
+        return "\n  ".join(shown)
+
+
+def kind_of(key):
+    """"state exp_avg" of "state exp_avg head.weight"."""
+    return key.rpartition(" ")[0]
+
+
+def distance(a, b):
+    """0 if neither is finite, as float16's first gradients may be; infinite if one is not."""
+    are_finite = math.isfinite(a[0]), math.isfinite(b[0])
+    if all(are_finite):
+        return max(abs(x - y) for x, y in zip(a, b))
+    return math.inf if any(are_finite) else 0.0
+
+
+# ---------- the numbers of a step ---------------------------------------------
+
+WAVES = (0.7, 1.9, 2.9)  # radians from one element to the next
+
+
+def parts_of(model, optimizer, loss, scale, outputs):
+    """{key: (numbers of this rank's part, the ranks whose parts add up)}, in a step's order."""
+    everyone = range(dist.get_world_size() if dist.is_initialized() else 1)
+    named = dict(model.named_parameters())
+    parts = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for name, number in numbers_of(group):
+            parts[f"group {i} {name}"] = [number], None
+    parts |= {f"weight {name}": part_of(p) for name, p in named.items()}
+    parts |= {f"buffer {name}": part_of(b) for name, b in model.named_buffers()}
+    parts |= {f"output {name}": (part.tolist(), everyone) for name, part in outputs.items()}
+    parts["loss"] = [float(loss) / len(everyone)], everyone
+    for name, p in named.items():
+        if p.requires_grad:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            parts[f"gradient {name}"] = part_of(grad if scale == 1 else grad / scale)
+    for name, p in named.items():
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, (torch.Tensor, int, float)):
+                parts[f"state {key} {name}"] = part_of(torch.as_tensor(value))
+    return parts
+
+
+def numbers_of(group):
+    """(name, number) of an optimizer's group: its rate, each of its betas, what else it keeps."""
+    for key, value in group.items():
+        values = value if isinstance(value, (tuple, list)) else [value]
+        for i, number in enumerate(values):
+            if key != "params" and type(number) in (int, float, torch.Tensor):
+                yield f"{key}[{i}]" if values[1:] else key, float(number)
+
+
+def part_of(t):
+    """(The fingerprint of this rank's rows of t, the ranks that have all its rows; None if each
+    has.)"""
+    if not isinstance(t, DTensor):
+        return fingerprint(t).tolist(), None
+    cut = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
+    # (Rows that tensor parallelism has cut before have a class of their own.)
+    if [type(t.placements[i]) for i in cut] != [Shard] or t.placements[cut[0]].dim:
+        raise ValueError(f"shape {tuple(t.shape)} is not cut by rows alone: {t.placements}")
+    mesh = t.device_mesh
+    first_row = math.ceil(len(t) / mesh.size(cut[0])) * mesh.get_local_rank(cut[0])
+    ranks = dist.get_process_group_ranks(mesh.get_group(cut[0]))
+    return fingerprint(t.to_local(), first_row).tolist(), ranks
+
+
+def fingerprint(t, first_row=0):
+    """(4,) float64: the sum of squares of a tensor's rows (dim 0), and their products with three
+    waves over the tensor's flat index. Those of parts add up.
+    first_row: where these rows begin in the whole tensor."""
+    t = plain(t)
+    rows = t.flatten(1) if t.dim() > 1 else t.reshape(-1, 1)
+    n, width = rows.shape
+    angles = torch.tensor(WAVES, dtype=torch.float64, device=t.device)
+    starts = torch.outer((torch.arange(n, device=t.device) + first_row) * width, angles) + 1
+    columns = torch.outer(torch.arange(width, device=t.device), angles)
+    # cos(start + column) from two small tables: much faster than a cosine an element.
+    table = torch.cat([columns.cos(), columns.sin()], dim=1).to(rows.dtype)
+    products = (rows @ table).double()  # (n, 6)
+    waves = products[:, :3] * starts.cos() - products[:, 3:] * starts.sin()
+    squares = torch.linalg.vector_norm(rows, dim=1).double().square()
+    return torch.cat([squares.sum()[None], waves.sum(dim=0)])
+
+
+def plain(t):
+    """t dense and real, in fp32 or float64."""
+    t = t.detach()
+    if t.device.type == "mps":  # it has no float64
+        t = t.cpu()
+    if t.layout != torch.strided:
+        t = t.to_sparse().coalesce()
+        t = torch.cat([t.values().flatten(), t.indices().flatten()])
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    # On GPUs in float64: TF32 would round fp32's products. On CPUs fp32 takes half the time.
+    is_narrow = t.is_floating_point() and t.itemsize <= 4 and not t.is_cuda
+    return t.to(torch.float32 if is_narrow else torch.float64)
+
+
+def add_up(parts):
+    """{key: numbers} of whole tensors (collective). Only numbers travel. ValueError on all ranks if
+    they do not have the same."""
+    of_ranks = from_ranks(parts)
+    for rank, others in enumerate(of_ranks):
+        for a, b in zip_longest(of_ranks[0], others, fillvalue="nothing"):
+            if a != b:
+                raise ValueError(f"ranks differ: rank 0 has {a}, where rank {rank} has {b}")
+    wholes = {}
+    for key in parts:
+        found = []  # the whole tensor, of each group of ranks that has it
+        for rank, others in enumerate(of_ranks):
+            group = others[key][1] or [rank]
+            if rank == group[0]:
+                square, *rest = map(sum, zip(*(of_ranks[r][key][0] for r in group)))
+                found.append([math.sqrt(square), *rest] if rest else [square])
+        wholes[key] = found[0]
+        off = max(distance(x, found[0]) for x in found)
+        if off and not off <= 1e-5 * abs(found[0][0]):
+            norms = ", ".join(f"{x[0]:.6g}" for x in found[:8])
+            raise ValueError(f"{key} differs between ranks, whose norms are {norms}")
+    return wholes
+
+
+def from_ranks(x):
+    """[x of rank 0, x of rank 1, ...] (collective)."""
+    of_ranks = [x]
+    if dist.is_initialized():
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, x)
+    return of_ranks
+
+
+# ---------- are the ranks at the same place? ----------------------------------
 
 
 @contextmanager
@@ -32,38 +325,31 @@ def check_units(model):
             hook.remove()
 
 
-def compare_ranks(event, is_mistake=False):
-    """Raise ValueError on all ranks if their events differ, or are a mistake (collective)."""
-    events = [None] * dist.get_world_size()
-    dist.all_gather_object(events, event)
+def compare_ranks(event):
+    """Raise ValueError on all ranks if their events differ (collective)."""
+    events = from_ranks(event)
     if len(set(events)) > 1:
         raise ValueError(f"ranks 0, 1, ... are not at the same place: {events}")
-    if is_mistake:
-        raise ValueError(event)
 
 
 def watch_unit(unit, name):
     """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
-    passed, given = [], []
+    given = []
 
     def before_gather(unit, args, kwargs):
-        passed[:] = contents(args, kwargs)
         compare_ranks(f"forward of {name}")
 
     def before_forward(unit, args, kwargs):
-        given[:] = contents(args, kwargs)  # copies, if FSDP2 has made some just now
+        given[:] = contents(args, kwargs)
 
     def after_forward(unit, args, kwargs, output):
-        # The same objects?
-        is_copy = list(map(id, passed)) != list(map(id, given))
-        if is_copy and list(map(id, contents(args, kwargs))) != list(map(id, given)):
-            compare_ranks(
-                f"{name} changed a list or dict that it was given. That is FSDP2's copy, "
-                "so its caller does not see it: return the new object instead",
-                is_mistake=True)
+        if list(map(id, contents(args, kwargs))) != list(map(id, given)):  # not the same objects
+            mistake = (f"{name} changed a list or dict that it was given. FSDP2 usually passes a "
+                       "copy, so its caller does not see that: return the new object instead")
+            compare_ranks(mistake)  # so that all ranks raise
+            raise ValueError(mistake)
         compare_ranks(f"end of forward of {name}")
-        tensors = [t for t in leaves(output) if isinstance(t, torch.Tensor)]
-        tensors = [t for t in tensors if t.requires_grad]
+        tensors = [t for t in leaves(output) if torch.is_tensor(t) and t.requires_grad]
         torch.autograd.graph.register_multi_grad_hook(tensors, before_backward, mode="any")
 
     def before_backward(grad):
@@ -94,3 +380,12 @@ def leaves(x):
     if isinstance(x, (list, tuple)):
         for item in x:
             yield from leaves(item)
+
+
+if __name__ == "__main__":
+    sys.tracebacklimit = 0  # a ValueError is a line
+    path, other = sys.argv[1:]
+    compare = Compare(other, torch.nn.Module())
+    for step, numbers in json.loads(Path(path).read_text()).items():
+        compare.check(step, numbers)
+    print(compare)

@@ -68,6 +68,8 @@ class Keys:
     eval_iters: int = 200  # reads eval_iters * batch_size fixed windows of a split, or all
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 1  # steps between log lines; each one waits for the GPU
+    compare: str = ""  # a file of steps: made if it is not there; else the first step that differs
+    #   from it ends the run (compare.py). Use dropout=0, a few steps, and another out_dir
     wandb_log: bool = False  # log to Weights & Biases too: pip install wandb
     wandb_project: str = "nanofsdp2"
     wandb_run_name: str = "run"

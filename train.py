@@ -27,6 +27,7 @@ import checks
 import configurator
 import fsdp
 import saves
+from compare import Compare
 from configurator import DTYPES, STRATEGIES
 from data.loader import open_batches
 from metrics import Log, describe, ideal_seconds
@@ -50,8 +51,6 @@ def build(model, cfg, world, source=None):
     # Make the optimizer before any forward: a forward leaves the root gathered, and its
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
-    if source is None:
-        print0(world, "initial values: about 3 billion are drawn a minute per rank and core")
     set_values(model, optimizer, source, cfg.seed, world)
     checks.after_building(model, optimizer)
     return wrapped, optimizer
@@ -94,7 +93,9 @@ def parallelize(model, cfg, world):
     """Apply precision, activation checkpointing, compilation and strategy to a model on the meta
     device, in place, and allocate its parameters, as NaN. Returns the module to call
     (all ranks)."""
-    set_loss_chunks(model, cfg)
+    if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
+        raise SystemExit(f"loss_chunks: model={cfg.model} has no head_loss that takes it")
+    model.loss_chunks = cfg.loss_chunks
     change_blocks(model, cfg, world)
     if STRATEGIES[cfg.strategy].sharded:
         shard_model(model, cfg, world)
@@ -105,12 +106,6 @@ def parallelize(model, cfg, world):
     if cfg.compile:
         model.compile(dynamic=False)
     return model
-
-
-def set_loss_chunks(model, cfg):
-    if cfg.loss_chunks and not hasattr(model, "loss_chunks"):
-        raise SystemExit(f"loss_chunks: model={cfg.model} has no head_loss that takes it")
-    model.loss_chunks = cfg.loss_chunks
 
 
 def change_blocks(model, cfg, world):
@@ -186,9 +181,17 @@ def maybe_recorded(wrapped, cfg, world):
     return Recorded(wrapped, forward_backward, per_step=micro_batches, forward=forward)
 
 
-def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, work):
+def maybe_compared(model, cfg):
+    """With compare, the Compare of the run's steps; it names the first block that differs."""
+    blocks = {name: module for name, module in model.named_modules() if module in [*model.blocks]}
+    tolerance = 1e-4 if cfg.dtype == "float32" else 0.05
+    return Compare(cfg.compare, model, blocks, tolerance) if cfg.compare else None
+
+
+def train_step(
+        model, wrapped, optimizer, scaler, batches, step, cfg, world, work, compared=None):
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
-    model: the one inside wrapped. work: forward_backward, or its recording.
+    model: the one inside wrapped. work: forward_backward, or its recording. compared: a Compare.
 
     Returns numbers for the log, {name: 0-d tensor on the device}: the log writes their means over
     ranks. The mean of the ranks' losses is the step's; the gradient norm, before clipping, is the
@@ -217,6 +220,11 @@ def train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, wor
         loss += work(wrapped, x, y, weight, cfg, world)
         # Fetch the next micro-batch while the GPU works on this one.
         batches.prefetch_next(step, micro)
+    if compared:
+        try:
+            compared.step(step, optimizer, loss / scale, scale)
+        except ValueError as e:
+            raise SystemExit(str(e))
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scale)
     # float16: if a gradient overflowed on any rank, all ranks skip the step.
     if scaler.accepts(norm):
@@ -265,6 +273,7 @@ def train(cfg):
     batches = open_batches(cfg, world)
     wrapped, optimizer = build(model, cfg, world, source)
     work = maybe_recorded(wrapped, cfg, world)
+    compared = maybe_compared(model, cfg)
     scaler = LossScaler(cfg)  # for float16
     scaler.load_state_dict(source.header.get("scaler") if source else None)
     for line in describe(cfg, model, optimizer, batches, source, world):
@@ -312,7 +321,8 @@ def train(cfg):
             break
 
         # Else one optimizer step.
-        numbers = train_step(model, wrapped, optimizer, scaler, batches, step, cfg, world, work)
+        numbers = train_step(
+            model, wrapped, optimizer, scaler, batches, step, cfg, world, work, compared)
         if optimizer.state and not is_checked:  # float16 may have skipped the first steps
             checks.after_first_step(model, optimizer)
             is_checked = True
@@ -325,6 +335,8 @@ def train(cfg):
         step += 1
 
     # --- leave ---
+    if compared:
+        print0(world, compared)
     saver.finish()
     log.close()
 

@@ -28,7 +28,8 @@ def case_a_model_on_the_meta_device():
     model = Net()
     if dist.get_rank() == 1:
         model.blocks[1].to("meta")
-    with says("blocks.1.weight differs between ranks"):  # both ranks say it
+    # Both ranks say it.
+    with says("blocks.1.weight (8, 8), torch.float32, requires_grad=True differs between ranks"):
         checks.before_sharding(model)
 
 
@@ -41,14 +42,14 @@ def case_ranks_with_other_values():
         return model
 
     rank = dist.get_rank()
-    with says("head.weight differs between ranks"):
+    with says("head.weight (8, 8), torch.float32, requires_grad=True differs between ranks"):
         checks.before_sharding(net(rank))
     model = net(0)
     model.table += rank
-    with says("table differs between ranks"):
+    with says("table (3,), torch.float32, requires_grad=False differs between ranks"):
         checks.before_sharding(model)
     model.table = torch.arange(3.0) if rank else torch.arange(3.0).flip(0)  # sums alike
-    with says("table differs between ranks"):
+    with says("table (3,), torch.float32, requires_grad=False differs between ranks"):
         checks.before_sharding(model)
     model = net(0)
     model.table[0] = torch.nan
@@ -56,11 +57,11 @@ def case_ranks_with_other_values():
     wider.more = nn.Linear(8, 2 + rank, device="meta")
     frozen.blocks[rank].requires_grad_(False)
     for other, name in ((wider, "more.weight"), (frozen, "blocks.0.weight")):
-        with says(f"ranks 0, 1, ... have (('{name}', "):
+        with says(f"ranks differ: rank 0 has {name} "):
             checks.before_sharding(other)
     if rank == 0:
         model.register_buffer("last", torch.ones(2))
-    with says("(('last', 2, torch.float32, False), 'nothing'): build"):
+    with says("last (2,), torch.float32, requires_grad=False, where rank 1 has nothing: build"):
         checks.before_sharding(model)
     model.last = None
     model.register_buffer("no_rows", torch.zeros(0, 3))
