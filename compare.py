@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 # ---------- is it the same run? -----------------------------------------------
 
@@ -110,7 +110,8 @@ class Compare:
         theirs = self.steps[step]
         norms = defaultdict(float)  # {kind: the norm of all its tensors}
         for key, b in theirs.items():
-            norms[kind_of(key)] = math.hypot(norms[kind_of(key)], b[0])
+            if key.startswith(("weight", "gradient", "state")) and math.isfinite(b[0]):
+                norms[kind_of(key)] = math.hypot(norms[kind_of(key)], b[0])
         worst = 0.0
         found = defaultdict(list)  # {(kind, how it is wrong): lines}
         for key in theirs | ours:
@@ -119,7 +120,7 @@ class Compare:
             if wrong:
                 found[kind_of(key), wrong.split(" by ")[0]].append(f"{key} is {wrong}")
         if found:
-            raise ValueError(self.message(step, found, theirs | ours))
+            raise ValueError(self.message(step, found, ours | theirs))
         self.before.append(worst)
         self.worst = max(self.before)
         self.last = ours, theirs
@@ -132,7 +133,7 @@ class Compare:
             # A step that is replayed calls no hooks, so it has no outputs.
             return 0.0, "" if kind == "output" else f"only in {run}"
         a, b = ours[key], theirs[key]
-        # A small tensor is measured by all of its kind, and a loss that may be 0 by 0.01.
+        # A small weight is measured by all weights, and so on; and a loss, which may be 0, by 0.01.
         least = 0.01 if key == "loss" else 1e-3 * norms[kind]
         off = distance(a, b) / max(abs(b[0]), least, 1e-30)
         wrong = f"off by {off:.1e}"
@@ -159,8 +160,9 @@ class Compare:
         for (kind, wrong), lines in found.items():
             known = sum(kind_of(key) == kind and n[0] > 0 for key, n in numbers.items())
             if len(lines) == known > 1 and wrong != "off":
-                hint = ": a sum where DDP and FSDP2 average?" if "times" in wrong else ""
-                lines = [f"all {known} {kind}s are {wrong}{hint}"]
+                lines = [f"all {known} {kind}s are {wrong}"]
+                if kind == "gradient":
+                    lines[0] += ": a sum where DDP and FSDP2 average?"
             elif len(lines) > 1:
                 lines[0] += f", and {len(lines) - 1} more of {known} {kind}s"
             shown.append(lines[0])
@@ -200,18 +202,18 @@ def parts_of(model, optimizer, loss, scale, outputs):
     for i, group in enumerate(optimizer.param_groups):
         for name, number in numbers_of(group):
             parts[f"group {i} {name}"] = [number], None
-    parts |= {f"weight {name}": part_of(p) for name, p in named.items()}
-    parts |= {f"buffer {name}": part_of(b) for name, b in model.named_buffers()}
+    parts |= {f"weight {name}": part_of(p, name) for name, p in named.items()}
+    parts |= {f"buffer {name}": part_of(b, name) for name, b in model.named_buffers()}
     parts |= {f"output {name}": (part.tolist(), everyone) for name, part in outputs.items()}
-    parts["loss"] = [float(loss) / len(everyone)], everyone
+    parts["loss"] = [torch.as_tensor(loss).item() / len(everyone)], everyone
     for name, p in named.items():
         if p.requires_grad:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
-            parts[f"gradient {name}"] = part_of(grad if scale == 1 else grad / scale)
+            parts[f"gradient {name}"] = part_of(grad if scale == 1 else grad / scale, name)
     for name, p in named.items():
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
-                parts[f"state {key} {name}"] = part_of(torch.as_tensor(value))
+                parts[f"state {key} {name}"] = part_of(torch.as_tensor(value), name)
     return parts
 
 
@@ -224,19 +226,19 @@ def numbers_of(group):
                 yield f"{key}[{i}]" if values[1:] else key, float(number)
 
 
-def part_of(t):
+def part_of(t, name):
     """(The fingerprint of this rank's rows of t, the ranks that have all its rows; None if each
     has.)"""
     if not isinstance(t, DTensor):
         return fingerprint(t).tolist(), None
-    cut = [i for i, placement in enumerate(t.placements) if not placement.is_replicate()]
-    # (Rows that tensor parallelism has cut before have a class of their own.)
-    if [type(t.placements[i]) for i in cut] != [Shard] or t.placements[cut[0]].dim:
-        raise ValueError(f"shape {tuple(t.shape)} is not cut by rows alone: {t.placements}")
     mesh = t.device_mesh
-    first_row = math.ceil(len(t) / mesh.size(cut[0])) * mesh.get_local_rank(cut[0])
-    ranks = dist.get_process_group_ranks(mesh.get_group(cut[0]))
-    return fingerprint(t.to_local(), first_row).tolist(), ranks
+    rows = math.ceil(len(t) / mesh.size(-1))
+    first_row = rows * mesh.get_local_rank(-1)
+    local = t.to_local()
+    if local.shape != (max(0, min(rows, len(t) - first_row)), *t.shape[1:]):
+        raise ValueError(f"{name} is not cut by rows alone, but as {t.placements}")
+    ranks = dist.get_process_group_ranks(mesh.get_group(-1))
+    return fingerprint(local, first_row).tolist(), ranks
 
 
 def fingerprint(t, first_row=0):

@@ -69,7 +69,7 @@ class Keys:
     eval_only: bool = False  # evaluate once and stop
     log_interval: int = 1  # steps between log lines; each one waits for the GPU
     compare: str = ""  # a file of steps: made if it is not there; else the first step that differs
-    #   from it ends the run (compare.py). Use dropout=0, a few steps, and another out_dir
+    #   from it ends the run (compare.py). Take ten steps or so; with it dtype=auto is float32
     wandb_log: bool = False  # log to Weights & Biases too: pip install wandb
     wandb_project: str = "nanofsdp2"
     wandb_run_name: str = "run"
@@ -300,7 +300,7 @@ def resolve(cfg, world, distributed=False):
     resolved = replace(cfg)
     resolved.strategy = cfg.strategy or ("full_shard" if distributed else "single")
     if cfg.dtype == "auto":
-        resolved.dtype = best_dtype(world.device)
+        resolved.dtype = "float32" if cfg.compare else best_dtype(world.device)
     if cfg.grad_sync == "auto":
         resolved.grad_sync = "last" if resolved.strategy == "ddp" else "every"
     if STRATEGIES[resolved.strategy].in_groups and not cfg.shard_group_size:

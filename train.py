@@ -261,7 +261,8 @@ def train(cfg):
     # --- set-up: lock the directory, choose a start, build ---
     world = setup(cfg.device, cfg.backend)
     cfg = configurator.resolve(cfg, world)
-    torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as in nanoGPT
+    # TF32 on GPUs, as in nanoGPT; not beside steps of another machine.
+    torch.set_float32_matmul_precision("highest" if cfg.compare else "high")
     directory = saves.RunDirectory(cfg.out_dir)
     if not cfg.eval_only:
         from_rank0(world, directory.lock)

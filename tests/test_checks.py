@@ -1,12 +1,15 @@
 """
 checks.py: each mistake is refused on all ranks, and what is right is not. So are the three that
-clip_grad_norm refuses.
+clip_grad_norm refuses, and what compare.check_units finds.
 
     python -m pytest -q tests/test_checks.py
 
 after_first_step is in test_optimizer.py.
 """
 
+import copy
+
+import nets
 import torch
 import torch.distributed as dist
 from nets import Net, Normed, backward, cases, inputs, reshard, says, sharded, square
@@ -14,8 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+import activations
 import checks
 import fsdp
+from compare import check_units
 
 # ---------- before_sharding -----------------------------------------------------
 
@@ -170,6 +175,123 @@ def case_a_root_that_is_not_sharded_now():
     for model in (evaluated, added):
         with says("head.weight is not sharded, so its gradient is out of sight"):
             fsdp.clip_grad_norm(model, 1.0)
+
+
+# ---------- compare.check_units -------------------------------------------------
+
+
+def case_units_that_are_alike():
+    """It says nothing of units in units, recomputed, prefetched, in host memory; two forwards
+    before a backward; generation until all ranks have enough."""
+    model = Net(nets.Block)
+    activations.checkpoint_activations(model.blocks, "full")
+    units = [m for block in model.blocks for m in (block.inner, block)]
+    sharded(model, units, cpu_offload=0.5, prefetch_units=1)
+    with check_units(model):
+        for _ in range(2):
+            loss = square(model, inputs(dist.get_rank()))
+            if nets.FILLS_IN:  # torch 2.9 cannot: "got mixed torch.Tensor and DTensor"
+                loss = loss + square(model, inputs(dist.get_rank()))
+            loss.backward()
+        with fsdp.inference(model):
+            model(inputs(dist.get_rank()))
+
+
+def case_different_units():
+    rank = dist.get_rank()
+    for skipped, said in (
+            (rank, "['forward of blocks.1', 'forward of blocks.0']"),
+            ([None, 2][rank], "['forward of blocks.2', 'end of forward of the root'")):
+        model = sharded(nets.Skips())
+        with says(said), check_units(model):
+            backward(model)  # the same on both ranks: nothing is said
+            model.skipped = skipped
+            model(inputs(rank))
+
+
+def case_one_forward_more():
+    model = sharded(Net())
+    with says("'the end of check_units'"), check_units(model), torch.no_grad():
+        for _ in range(1 + dist.get_rank()):
+            model(inputs(0))
+
+
+class Heads(Net):
+    """Rank 0's loss is that of one head, rank 1's that of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        return [head(x) for head in self.heads][int(torch.equal(x, inputs(1)))]
+
+
+class Towers(Net):
+    """Rank 1's loss does not reach the first block."""
+
+    def forward(self, x):
+        image = self.blocks[0](x)
+        if torch.equal(x, inputs(1)):
+            image = image.detach()
+        return self.blocks[2](image + self.blocks[1](x))
+
+
+def case_no_gradient_on_one_rank():
+    for kind, said in ((Heads, "['backward of heads.0', 'backward of heads.1']"),
+                       (Towers, "['backward of blocks.0', 'end of backward']")):
+        for keeps in (False, True):
+            model = kind()
+            units = getattr(model, "heads", model.blocks)
+            sharded(model, units, reshard_after_forward=not keeps)
+            with says(said), check_units(model):
+                backward(model)
+
+
+class Changes(nn.Linear):
+    """A unit that changes what it is given, and returns two tensors."""
+
+    def forward(self, x, given):
+        self.change(given)
+        y = super().forward(x)
+        return y, y.tanh()
+
+
+class Gives(nn.Module):
+    """Only one of the tensors gets a gradient; which one, differs by rank."""
+
+    def __init__(self, change, given):
+        super().__init__()
+        self.unit = Changes(8, 8)
+        self.unit.change = change
+        self.given = given
+
+    def forward(self, x):
+        given = copy.deepcopy(self.given)
+        answer = self.unit(x, given=given)[dist.get_rank()]
+        return answer, given
+
+
+ONE = torch.ones(())
+CHANGES = [  # what a unit does to what it is given
+    (lambda skips: skips.append(ONE), []),
+    (lambda skips: skips.pop(), [ONE, ONE]),
+    (lambda nested: nested[0].update(k=ONE), [{"k": 2 * ONE}]),
+    (lambda named: named.update(other=named.pop("one")), {"one": ONE}),
+]
+
+
+def case_a_unit_that_changes_what_it_is_given():
+    for change, given in CHANGES:
+        model = Gives(change, given)
+        sharded(model, [model.unit], mp_policy=fsdp.mixed_precision(torch.float32))
+        assert str(model(inputs(0))[1]) == str(given)  # nothing is said, and the change is lost
+        model.unit.change = change if dist.get_rank() else len
+        with says("unit changed a list"), check_units(model):
+            model(inputs(0))  # both ranks say it
+    model.unit.change = len
+    with check_units(model):
+        model(inputs(0))[0].sum().backward()
 
 
 cases(globals())

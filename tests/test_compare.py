@@ -1,213 +1,321 @@
 """
-compare.py: ranks that are not at the same place are found, and said on all of them.
+compare.py: right runs are the same, and of a wrong one it names what differs first. Ranks that are
+not at the same place are found, and said on all of them.
 
     python -m pytest -q tests/test_compare.py
 """
 
-import copy
-from dataclasses import dataclass
+import functools
+import io
+import math
+import os
+import re
+from contextlib import redirect_stdout
 
-import nets
+import pytest
 import torch
 import torch.distributed as dist
-from nets import Net, assert_exact, backward, cases, distance, inputs, says, sharded, square
+import torch.distributed.checkpoint as dcp
+from harness import HERE, on_ranks, values
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from training import WAYS, run_training
 
 import activations
 import compare
 import fsdp
 
+# ---------- runs of train.py that are right: no false alarm -------------------
 
-def case_units_that_are_alike():
-    """It says nothing of units in units, recomputed, prefetched, in host memory; two forwards
-    before a backward; generation until all ranks have enough."""
-    model = Net(nets.Block)
-    activations.checkpoint_activations(model.blocks, "full")
-    units = [m for block in model.blocks for m in (block.inner, block)]
-    sharded(model, units, cpu_offload=0.5, prefetch_units=1)
-    with compare.check_units(model):
-        for _ in range(2):
-            loss = square(model, inputs(dist.get_rank()))
-            if nets.FILLS_IN:  # torch 2.9 cannot: "got mixed torch.Tensor and DTensor"
-                loss = loss + square(model, inputs(dist.get_rank()))
-            loss.backward()
-        with fsdp.inference(model):
-            model(inputs(dist.get_rank()))
+ZERO3 = dict(strategy="full_shard")
+FREEZE = dict(freeze=r"wte|h\.0\.mlp")
+ALIKE = {  # name: (ranks, keys). The vocabulary and the width, 67 and 30, are uneven by 2, 3 or 4.
+    **WAYS,
+    "three ranks": (3, ZERO3),
+    "four ranks": (4, ZERO3),
+    "ddp on three": (3, dict(strategy="ddp", grad_sync="every")),
+    "larger micro-batches": (2, dict(ZERO3, gradient_accumulation_steps=6, batch_size=4)),
+    "reduced once": (2, dict(strategy="shard_grad_op", grad_sync="last")),
+    "half offloaded": (2, dict(ZERO3, cpu_offload=0.5)),
+    "offloaded": (3, dict(ZERO3, cpu_offload=1.0, wrap_min_params=1000)),
+    "recomputed": (2, dict(ZERO3, loss_chunks=3, activation_checkpointing="full")),
+    "gathered in pairs": (4, dict(ZERO3, reshard_group_size=2)),
+    "untied": (3, dict(ZERO3, model="test_fsdp")),
+    "frozen": (3, dict(ZERO3, **FREEZE)),
+    "frozen ddp": (2, dict(strategy="ddp", **FREEZE)),
+    "float16": (2, dict(ZERO3, dtype="float16")),
+}
+if os.path.isdir(os.path.join(HERE, "extras")):
+    RECORDED = dict(device="cuda", cuda_graph=True, max_iters=14)
+    ALIKE |= {
+        "muon": (3, dict(ZERO3, optimizer="muon")),
+        "muon in groups": (4, dict(WAYS["hybrid_shard"][1], optimizer="muon")),
+        "lora": (3, dict(ZERO3, model="gpt2+lora")),
+        "recorded": (2, dict(ZERO3, **RECORDED)),
+        "recorded ddp": (2, dict(strategy="ddp", **RECORDED)),
+    }
+OF_THE_RUN = "model freeze dtype optimizer max_iters".split()  # the others are ways to run it
 
 
-def case_different_units():
-    rank = dist.get_rank()
-    for skipped, said in (
-            (rank, "['forward of blocks.1', 'forward of blocks.0']"),
-            ([None, 2][rank], "['forward of blocks.2', 'end of forward of the root'")):
-        model = sharded(nets.Skips())
-        with says(said), compare.check_units(model):
-            backward(model)  # the same on both ranks: nothing is said
-            model.skipped = skipped
-            model(inputs(rank))
+def said_by(tmp, **keys):
+    """What a run of train.py says of its steps. In fp32 on GPUs too."""
+    if keys.get("model") == "gpt2+lora":
+        keys["base"] = os.path.join(tmp, "alone {}")
+    with redirect_stdout(io.StringIO()) as out:
+        run_training(tmp, **keys)
+    return re.findall(r".*compared.*|.*the same as.*", out.getvalue())
 
 
-def case_one_forward_more():
-    model = sharded(Net())
-    with says("'the end of check_units'"), compare.check_units(model):
+def alone(tmp, own):
+    """The file of the same run's steps by one process."""
+    path = os.path.join(tmp, f"steps {own}.json")
+    if not os.path.exists(path):
+        said_by(tmp, name=f"alone {own}", compare=path, **own)
+    return path
+
+
+@functools.cache
+def alike(tmp, world):
+    alone(tmp, {})  # LoRA's base
+    cases = {}
+    for name, (size, keys) in ALIKE.items():
+        if size == world:
+            own = {key: keys[key] for key in OF_THE_RUN if key in keys}
+            cases[name] = said_by, dict(tmp=tmp, name=name, compare=alone(tmp, own), **keys)
+    gpus = {name: case for name, case in cases.items() if "device" in case[1]}
+    others = {name: case for name, case in cases.items() if name not in gpus}
+    return on_ranks(world, others), gpus
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_alike(tmp, name):
+    world, keys = ALIKE[name]
+    results, gpus = alike(tmp, world)
+    if name in gpus:
+        results = on_ranks(world, {name: gpus[name]})
+    said = values(results, name)[0]
+    assert len(said) == 1 and said[0].startswith(f"{keys.get('max_iters', 5)} steps are the same")
+
+
+def test_two_ranks_and_three_that_resume(tmp):
+    path = os.path.join(tmp, "two ranks.json")
+    first = dict(tmp=tmp, compare=path, **ZERO3)
+    halves = {kind: dict(first, name=f"half {kind}", checkpoint=kind, eval_interval=3)
+              for kind in ("full", "sharded")}
+    on_two = {kind: (said_by, dict(half, max_iters=3)) for kind, half in halves.items()}
+    results = on_ranks(2, {"whole": (said_by, dict(first, name="whole")), **on_two})
+    assert "no step was compared" in values(results, "whole")[0][0]
+    on_three = {kind: (said_by, dict(half, init_from="resume")) for kind, half in halves.items()}
+    for kind, said in on_ranks(3, on_three).items():
+        assert values(results, kind)[0][0].startswith("3 steps are the same")
+        assert said[0]["value"][0].startswith("2 steps are the same")
+
+
+# ---------- a user's program, with one mistake at a time ----------------------
+
+MISTAKES = {  # what the message names
+    "": "^6 steps are the same",
+    "optimizer before shard": "weight scale is unmoved.*state steps are only in the other",
+    "codebook by own batch": "buffer blocks.0.book differs between ranks",
+    "appends to a list": "loss is 0.*gradient emb.weight is off",
+    "mark on a weight": "output 0 is off",
+    "tied by data": "step 1 .*weight emb.weight is off",
+    "a sum": "loss is 0.5000 times.*all .* gradients are 0.5000 times .*: a sum where",
+    "a variance": "output 0 is|loss is .*gradient emb.weight is off",
+    "padding": "loss is",
+    "part of a gradient": "0 differs .*gradient emb.weight is off by \\S+$",
+    "own norms": "state exp_avg head.weight is off",
+    "rate by own loss": "group 0 lr differs between ranks",
+    "saved before the first step": "only in this run",
+    "clamped after a plain forward": "weight emb.weight is off",
+    "unit left out of an evaluation": "output 2 is off",
+    "inner model under ddp": "gradient scale differs between ranks",
+    "scheduler made anew": "group 0 lr is 0.0015 instead of 0.0006",
+    "resumed with gradients": "state exp_avgs are only in the other run",
+    # rows of your_model.md that went
+    "seed by rank": "step 0 .*weight emb.weight is off",
+    "added after shard": "gradient more differs between ranks",
+    "drawn after shard": "weight head.weight is off",
+    "moved in forward": "weight slow is",
+    "data replaced": "output 0 is off",
+    "batch norm": "buffer blocks.0.norm.running_mean differs between ranks",
+    "counted in a checkpointed block": "3 .*buffers are 2.0000 times|book is 2.0000 times",
+    "weights listed in __init__": "gradient head.weight is 0.0000 times",
+    "a hook on a weight": "gradient head.weight is off",
+    "one batch for all ranks": "step 0 .*output 0 is off",
+    "noise in ddp": "weight head.weight differs between ranks",
+    "rate times ranks": "group 0 lr is 0.006 instead of 0.003",
+}
+
+
+class Block(nn.Module):
+    def __init__(self, mistake):
+        super().__init__()
+        self.mistake = mistake
+        self.norm = nn.BatchNorm1d(5) if mistake == "batch norm" else nn.LayerNorm(10)
+        self.up = nn.Linear(10, 20)
+        self.down = nn.Linear(20, 10)
+        self.register_buffer("book", torch.zeros(10))
+
+    def forward(self, x, aux):
+        if self.mistake == "counted in a checkpointed block":
+            self.book += 1
+        h = self.down(F.gelu(self.up(self.norm(x))))
+        if self.mistake == "codebook by own batch":
+            self.book.lerp_(h.detach().mean((0, 1)), 0.1)
+        if self.mistake == "appends to a list":
+            aux.append(h.square().mean())
+        return x + h * getattr(self.down.weight, "mark", 1.0)
+
+
+class Words(nn.Module):
+    """With buffers of all kinds, and a parameter of one row."""
+
+    def __init__(self, mistake):
+        super().__init__()
+        self.mistake = mistake
+        self.emb = nn.Embedding(11, 10)
+        self.blocks = nn.ModuleList(Block(mistake) for _ in range(3))
+        self.head = nn.Linear(10, 11, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.slow = nn.Parameter(torch.ones(11), requires_grad=False)
+        self.weights = [self.head.weight]
+        self.depth = 3
+        self.register_buffer("mask", torch.full((5, 5), -torch.inf).triu(1))
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+        if not mistake:  # DDP and DCP take no sparse ones
+            self.register_buffer("graph", torch.eye(3).to_sparse())
+        if mistake == "tied by data":
+            self.head.weight.data = self.emb.weight.data
+        if mistake == "mark on a weight":
+            self.blocks[0].down.weight.mark = 3.0
+
+    def forward(self, tokens):
+        x = self.emb(tokens) * self.scale
+        aux = []
+        for block in self.blocks[:self.depth]:
+            if self.mistake:
+                x = block(x, aux)
+            else:
+                x = checkpoint(block, x, aux, use_reentrant=False)  # calls hooks twice
+        if self.mistake == "moved in forward":
+            with torch.no_grad():
+                self.slow.lerp_(self.head.weight.sum(1), 0.1)
+        listed = self.mistake == "weights listed in __init__"
+        head = self.weights[0] if listed else self.head.weight
+        return F.linear(x, head) * (1 + sum(aux)) + self.slow + getattr(self, "more", 0)
+
+
+def program(path, mistake="", first=0, last=6):
+    """Twelve samples a step on any number of ranks. Returns what compare.py says of it."""
+    is_sharded = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if is_sharded else (0, 1)
+    torch.manual_seed(rank if mistake == "seed by rank" else 0)
+    model = call = Words(mistake)
+    if mistake == "optimizer before shard":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if mistake == "counted in a checkpointed block" and is_sharded:
+        activations.checkpoint_activations(model.blocks, "full")
+    if is_sharded and "ddp" in mistake:
+        call = fsdp.replicate(model)
+    elif is_sharded:
+        ahead = 1 if "evaluation" in mistake else 0
+        fsdp.shard(model, model.blocks, fsdp.make_mesh("cpu"), prefetch_units=ahead)
+    if mistake == "drawn after shard":
+        nn.init.normal_(model.head.weight)
+    if mistake == "added after shard":
+        model.more = nn.Parameter(torch.ones(11))
+    if mistake == "a hook on a weight":
+        model.head.weight.register_hook(torch.zeros_like)
+    if mistake != "optimizer before shard":
+        rate = 3e-3 * size if mistake == "rate times ranks" else 3e-3
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    anew = mistake == "scheduler made anew"
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + anew * n))
+    if first and mistake == "resumed with gradients":
+        call(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    if first or (is_sharded and mistake == "saved before the first step"):
+        weights, state = get_state_dict(model, optimizer)
+    if first:
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{path}-saved")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        optimizer.zero_grad()
+    noise = torch.Generator().manual_seed(rank)
+    own_losses = [math.inf]
+    compared = compare.Compare(path, model, dict(model.blocks.named_children()))
+    for step in range(first, last):
+        tokens = torch.randint(11, (12, 6), generator=torch.Generator().manual_seed(step))
+        mine = tokens[:12 // size] if mistake == "one batch for all ranks" else tokens[rank::size]
+        x, y = mine[:, :-1], mine[:, 1:]
+        if mistake == "padding":
+            y = y.where(torch.arange(5) <= y[:, :1] % 5, -100)
+        fsdp.set_grad_sync(call, is_last_micro_batch=True)
+        logits = (model if mistake == "inner model under ddp" else call)(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        if mistake == "a sum":
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / 60
+        if mistake == "a variance":
+            loss = loss + 3 * logits.mean((1, 2)).var()
+        loss.backward()
+        if mistake == "part of a gradient":
+            model.emb.weight.grad[:7].zero_()
+        compared.step(step, optimizer, loss)
+        if mistake == "own norms":
+            for p in model.head.parameters():
+                p.grad.mul_(1 / getattr(p.grad, "_local_tensor", p.grad).norm())
+        if mistake == "rate by own loss" and loss.item() > own_losses[-1]:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        own_losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if anew:
+            scheduler.step()
+        if last == 3 and step == 2:
+            weights, state = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{path}-saved")
         with torch.no_grad():
-            for _ in range(1 + dist.get_rank()):
-                model(inputs(0))
+            if mistake == "clamped after a plain forward":
+                call(x)
+                model.emb.weight.clamp_(-0.2, 0.2)
+            if mistake == "data replaced":
+                model.blocks[0].up.weight.data = model.blocks[0].up.weight.detach() * 0.5
+            if mistake == "noise in ddp":
+                model.head.weight += 0.01 * torch.randn(11, 10, generator=noise)
+            if not mistake or mistake == "unit left out of an evaluation":
+                model.depth = 2 if mistake else 3
+                for p in model.parameters():
+                    p.mul_(2)  # other weights, as an average is
+                with fsdp.inference(model):
+                    call(x)
+                for p in model.parameters():
+                    p.mul_(0.5)
+                model.depth = 3
+    return str(compared)
 
 
-class Heads(Net):
-    """Rank 0's loss is that of one head, rank 1's that of the other."""
-
-    is_touched = False
-
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x):
-        own = int(torch.equal(x, inputs(1)))
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        answers = [head(x) for head in self.heads]
-        return answers[own] + 0 * answers[1 - own] if self.is_touched else answers[own]
+def case_program(path, mistake):
+    try:
+        if mistake in ("scheduler made anew", "resumed with gradients"):
+            program(path, mistake, last=3)
+            return program(path, mistake, first=3)
+        return program(path, mistake)
+    except ValueError as e:
+        return str(e)
 
 
-class Towers(Net):
-    """Rank 1's loss does not reach the first block."""
-
-    def forward(self, x):
-        image = self.blocks[0](x)
-        if torch.equal(x, inputs(1)):
-            image = image.detach()
-        return self.blocks[2](image + self.blocks[1](x))
-
-
-def case_no_gradient_on_one_rank():
-    for kind, said in ((Heads, "['backward of heads.0', 'backward of heads.1']"),
-                       (Towers, "['backward of blocks.0', 'end of backward']")):
-        for keeps in (False, True):
-            model = kind()
-            units = [*model.blocks, *getattr(model, "heads", [])]
-            sharded(model, units, reshard_after_forward=not keeps)
-            with says(said), compare.check_units(model):
-                backward(model)
-    # The two remedies.
-    plain = Heads()
-    backward(plain)
-    for in_root in (True, False) if nets.FILLS_IN else (False,):
-        model = Heads()
-        model.is_touched = not in_root
-        units = model.blocks if in_root else [*model.blocks, *model.heads]
-        sharded(model, units, reshard_after_forward=False)
-        with compare.check_units(model):
-            backward(model)
-        assert distance(nets.gradients(model.heads), nets.gradients(plain.heads)) < 1e-6
+@functools.cache
+def said_of_programs(tmp):
+    cases = {}
+    for i, mistake in enumerate(MISTAKES):
+        path = os.path.join(tmp, f"program{i}.json")
+        program(path, mistake)
+        cases[mistake] = case_program, dict(path=path, mistake=mistake)
+    return on_ranks(2, cases)
 
 
-class Two(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return y, y.tanh()
-
-
-def case_one_of_two_outputs():
-    """It says nothing if one of a unit's outputs gets a gradient."""
-    class OneOrBoth(Net):
-        def forward(self, x):
-            first, second = self.blocks[0](x)
-            answer = self.head(second)
-            return answer + first if dist.get_rank() == 0 else answer
-
-    model = OneOrBoth(lambda: Two(8, 8))
-    del model.blocks[1:]
-    with compare.check_units(sharded(model)):
-        backward(model)
-
-
-@dataclass
-class Found:
-    last: object = None
-
-
-class Changes(nn.Linear):
-    """A unit that changes what it is given."""
-
-    def __init__(self, change):
-        super().__init__(8, 8)
-        self.change = change
-
-    def forward(self, x, given):
-        self.change(given)
-        return super().forward(x)
-
-
-class Gives(nn.Module):
-    def __init__(self, change, given, by_keyword=False):
-        super().__init__()
-        self.unit = Changes(change)
-        self.given = given
-        self.by_keyword = by_keyword
-
-    def forward(self, x):
-        given = copy.deepcopy(self.given)
-        if self.by_keyword:
-            return self.unit(x, given=given), given
-        return self.unit(x, given), given
-
-
-ONE = torch.ones(())
-CHANGES = [  # what a unit does to what it is given
-    (lambda skips: skips.append(ONE), []),
-    (lambda skips: skips.append(ONE), [], True),
-    (lambda skips: skips.pop(), [ONE, ONE]),
-    (lambda nested: nested[0].update(k=ONE), ({},)),
-    (lambda nested: nested[0].update(k=ONE), ({"k": None},)),
-    (lambda nested: nested[0].update(k=ONE), [{"k": 2 * ONE}]),
-    (lambda named: named.update(other=named.pop("one")), {"one": ONE}),
-    (lambda found: vars(found).update(last=ONE), Found()),
-]
-
-
-def with_a_policy(*change):
-    """FSDP2 then copies what it gives to a unit."""
-    model = Gives(*change)
-    return sharded(model, [model.unit], mp_policy=fsdp.mixed_precision(torch.float32))
-
-
-def case_a_unit_that_changes_a_copy():
-    for change, *given in CHANGES:
-        model = with_a_policy(change, *given)
-        for is_training in (True, False):
-            with torch.set_grad_enabled(is_training):
-                _, found = model(inputs(0))
-                assert str(found) == str(given[0])  # nothing is said, and the change is lost
-                with says("unit changed a list"), compare.check_units(model):
-                    model(inputs(0))
-
-
-def case_a_unit_that_changes_a_copy_on_one_rank():
-    def append_on_one(seen):
-        if dist.get_rank() == 1:
-            seen.append(ONE)
-
-    model = with_a_policy(append_on_one, [])
-    with says("unit changed a list"), compare.check_units(model):
-        model(inputs(0))  # both ranks say it
-
-
-def case_units_that_return_what_their_caller_stores():
-    class Keeps(Net):
-        def forward(self, x):
-            skips = []
-            for block in self.blocks:
-                x, skip = block(x)
-                skips.append(skip)
-            return self.head(x * sum(skips))
-
-    policy = fsdp.mixed_precision(torch.float32)
-    model = sharded(Keeps(lambda: Two(8, 8)), mp_policy=policy)
-    with compare.check_units(model):
-        assert_exact(model, Keeps(lambda: Two(8, 8)))
-
-
-cases(globals())
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_names_the_mistake(tmp, mistake):
+    for said in values(said_of_programs(tmp), mistake):  # on both ranks
+        assert re.search(MISTAKES[mistake], said.replace("\n", " ")), said
