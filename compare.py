@@ -71,9 +71,11 @@ class Compare:
         self.is_first = not self.steps
 
     def __str__(self):
-        if not self.before:
-            return f"no step was compared: {self.path} has steps {', '.join(self.steps)}"
-        return f"{len(self.before)} steps are the same as in {self.path}, to {self.worst:.0e}"
+        if self.before:
+            return f"{len(self.before)} steps are the same as in {self.path}, to {self.worst:.0e}"
+        said = "run again to compare" if self.is_first else "no step was compared"
+        first = next(iter(self.steps), None)
+        return f"{said}: {self.path} has {len(self.steps)} steps, from {first} on"
 
     @torch.compiler.disable
     def add_output(self, name, module, args, output):
@@ -152,7 +154,7 @@ class Compare:
             return off, f"{a[0]:g} instead of {b[0]:g}"
         ratio = a[0] / max(b[0], 1e-30)
         if distance(a, [ratio * x for x in b]) < 0.01 * distance(a, b):
-            wrong = f"{ratio:.4f} times the other's"
+            wrong = f"{ratio:.4f} times the other's" if ratio else "zero, unlike the other's"
         return off, wrong
 
     def message(self, step, found, numbers):
@@ -161,7 +163,7 @@ class Compare:
             known = sum(kind_of(key) == kind and n[0] > 0 for key, n in numbers.items())
             if len(lines) == known > 1 and wrong != "off":
                 lines = [f"all {known} {kind}s are {wrong}"]
-                if kind == "gradient":
+                if kind == "gradient" and "times" in wrong:
                     lines[0] += ": a sum where DDP and FSDP2 average?"
             elif len(lines) > 1:
                 lines[0] += f", and {len(lines) - 1} more of {known} {kind}s"

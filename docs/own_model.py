@@ -1,10 +1,12 @@
 """
-A model of your own under FSDP2, with fsdp.py, checks.py and activations.py, and nothing else of
-this repository. A small vision transformer with rotary positions learns to tell ten patterns under
-noise.
+A model of your own under FSDP2, with fsdp.py, checks.py, compare.py and activations.py, and
+nothing else of this repository. A small vision transformer with rotary positions learns to tell ten
+patterns under noise.
 
     torchrun --standalone --nproc_per_node=2 docs/own_model.py    # sharded
     python docs/own_model.py                                      # not: the same losses
+
+With --compare=FILE the first run writes its steps, and each later one says whether it is the same.
 
 Go on with another number of ranks. Or compute in bfloat16, and with less memory in less time:
 
@@ -29,9 +31,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))  # where these three lie:
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))  # where these four lie:
 import activations
 import checks
+import compare
 import fsdp
 
 parser = argparse.ArgumentParser()
@@ -39,6 +42,7 @@ parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--checkpointing", action="store_true", help="recompute what is cheap")
 parser.add_argument("--compile", action="store_true", help="compile each block")
 parser.add_argument("--fused", action="store_true", help="AdamW in one kernel, with no temporaries")
+parser.add_argument("--compare", metavar="FILE", help="compare steps with FILE, or make it")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--save", help="a directory for checkpoints, and the whole weights")
 parser.add_argument("--resume", action="store_true", help="go on after the newest of --save")
@@ -169,6 +173,8 @@ optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=args.fused)
 checks.after_building(model, optimizer)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)  # warm up
 first = resume() if args.resume else 0
+compared = args.compare and compare.Compare(
+    args.compare, model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)})
 
 # 4) Train. A step has two micro-batches. (Run a new model's first steps inside
 #    compare.check_units(model).)
@@ -183,6 +189,8 @@ for step in range(first + 1, args.steps + 1):
         loss = F.cross_entropy(logits.float(), y) / 2  # bfloat16 is too coarse for a loss
         loss.backward()  # gathers again, averages gradients over ranks, keeps its rows of them
         total += loss.detach()
+    if compared:
+        compared.step(step, optimizer, total)
     norm = fsdp.clip_grad_norm(model, 1.0)
     optimizer.step()
     scheduler.step()
@@ -203,6 +211,8 @@ with fsdp.inference(model):
     right = mean_over_ranks((model(x).argmax(dim=1) == y).float().mean())
 if rank == 0:
     print(f"{right:.0%} of new images are right", flush=True)
+if rank == 0 and compared:
+    print(compared, flush=True)
 
 # 6) The whole weights in one file, to use elsewhere.
 if args.save:

@@ -107,7 +107,7 @@ def case_what_is_printed_shards_another_model():
 
 
 def test_it_needs_only_torch(tmp_path):
-    for name in ("fsdp.py", "checks.py"):
+    for name in ("fsdp.py", "checks.py", "compare.py"):
         shutil.copy(os.path.join(HERE, name), tmp_path)
     p = python("-c", "import checks, fsdp", cwd=tmp_path, env=dict(PYTHONPATH=""))
     assert p.returncode == 0, p.stderr
