@@ -241,7 +241,7 @@ data/prepare.py x --tokenizer=bytes --out=ODD/new
   ODD/bad.txt | 'utf-8' codec
   ODD/none.txt; ODD/a.txt ODD/none.txt; ODD/*.txt; ODD/none | find any data file
   ODD/folder | Is a directory
-  some/dataset; ./none | on the Hub
+  some/dataset | on the Hub
   ODD/a.txt --val_split=validation | pass --val_split= for those
   owner/name --val_fraction=0.1 --val_split=validation | pass --val_split= for those
   ODD/a.txt --limit=0; ODD/a.txt --val_fraction=0; ODD/a.txt --val_fraction=1 | must be
