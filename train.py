@@ -261,7 +261,7 @@ def train(cfg):
     # --- set-up: lock the directory, choose a start, build ---
     world = setup(cfg.device, cfg.backend)
     cfg = configurator.resolve(cfg, world)
-    # TF32 on GPUs, as in nanoGPT; not beside steps of another machine.
+    # TF32 on GPUs, as in nanoGPT. Steps that are compared are computed in fp32.
     torch.set_float32_matmul_precision("highest" if cfg.compare else "high")
     directory = saves.RunDirectory(cfg.out_dir)
     if not cfg.eval_only:

@@ -1,6 +1,6 @@
 """
-compare.py: right runs are the same, and of a wrong one it names what differs first. Ranks that are
-not at the same place are found, and said on all of them.
+compare.py: right runs are the same, and of a wrong one it names what differs first. (check_units is
+in test_checks.py.)
 
     python -m pytest -q tests/test_compare.py
 """
@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import HERE, on_ranks, values
+from harness import HERE, on_ranks, script, values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from training import WAYS, run_training
@@ -319,3 +320,51 @@ def said_of_programs(tmp):
 def test_it_names_the_mistake(tmp, mistake):
     for said in values(said_of_programs(tmp), mistake):  # on both ranks
         assert re.search(MISTAKES[mistake], said.replace("\n", " ")), said
+
+
+# ---------- what else it says -------------------------------------------------
+
+
+def case_tensor_parallel(path):
+    model = nn.Linear(8, 8)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="weight is not cut by rows alone"):
+        compare.Compare(path, model).step(0, optimizer, 0.0)
+
+
+def test_tensor_parallelism_is_refused(tmp):
+    values(on_ranks(2, {"": (case_tensor_parallel, dict(path=f"{tmp}/parallel.json"))}), "")
+
+
+def amplifying(path, first):
+    """Each step makes what rounding has changed four times as large."""
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(first)
+    compared = compare.Compare(path, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(9):
+        kept = model.weight.detach()
+        model.weight.grad = kept - torch.frac(4 * kept)
+        compared.step(step, optimizer, 1.0)
+        optimizer.step()
+
+
+def test_rounding_that_grows_is_said(tmp):
+    path = f"{tmp}/amplified.json"
+    amplifying(path, 0.1234567)
+    with pytest.raises(ValueError, match="were off by .*\n  this grew step by step, as round"):
+        amplifying(path, 0.1234567 + 3e-8)
+
+
+def test_two_files(tmp):
+    paths = [f"{tmp}/{name}.json" for name in ("one", "same", "sum", "none")]
+    program(paths[0], "rate times ranks")  # of one
+    program(paths[1], "rate times ranks")
+    program(paths[2], "scheduler made anew", last=4)
+    same, differs, missing = (script("compare.py", path, paths[0]) for path in paths[1:])
+    assert same.stdout == f"6 steps are the same as in {paths[0]}, to 0e+00\n"
+    assert differs.returncode == missing.returncode == 1
+    assert f"step 1 differs from {paths[0]}:\n  group 0 lr is 0.0015 instead of" in differs.stderr
+    assert "No such file" in missing.stderr
