@@ -160,7 +160,9 @@ class Compare:
     def message(self, step, found, numbers):
         shown = [f"step {step} differs from {self.path}:"]
         for (kind, wrong), lines in found.items():
-            known = sum(kind_of(key) == kind and n[0] > 0 for key, n in numbers.items())
+            sizes = [n[0] for key, n in numbers.items() if kind_of(key) == kind]
+            more_than_rounding = sum(size > 1e-6 * max(sizes) for size in sizes)
+            known = max(len(lines), more_than_rounding)
             if len(lines) == known > 1 and wrong != "off":
                 lines = [f"all {known} {kind}s are {wrong}"]
                 if kind == "gradient" and "times" in wrong:

@@ -181,6 +181,7 @@ class Words(nn.Module):
         self.blocks = nn.ModuleList(Block(mistake) for _ in range(3))
         self.head = nn.Linear(10, 11, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
+        self.shift = nn.Parameter(torch.zeros(1))  # softmax does not see it: its gradient is noise
         self.slow = nn.Parameter(torch.ones(11), requires_grad=False)
         self.weights = [self.head.weight]
         self.depth = 3
@@ -197,7 +198,7 @@ class Words(nn.Module):
         x = self.emb(tokens) * self.scale
         aux = []
         for block in self.blocks[:self.depth]:
-            if self.mistake:
+            if self.mistake or not dist.is_initialized():
                 x = block(x, aux)
             else:
                 x = checkpoint(block, x, aux, use_reentrant=False)  # calls hooks twice
@@ -206,7 +207,8 @@ class Words(nn.Module):
                 self.slow.lerp_(self.head.weight.sum(1), 0.1)
         listed = self.mistake == "weights listed in __init__"
         head = self.weights[0] if listed else self.head.weight
-        return F.linear(x, head) * (1 + sum(aux)) + self.slow + getattr(self, "more", 0)
+        logits = F.linear(x, head) * (1 + sum(aux))
+        return logits + self.slow + self.shift + getattr(self, "more", 0)
 
 
 def program(path, mistake="", first=0, last=6):

@@ -13,6 +13,7 @@ import fsdp
 from compare import Compare
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 STEPS, MICRO_BATCHES = 4, 4
 TEXT = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2)
