@@ -77,7 +77,11 @@ def ranks(tmp):
     """ranks(world) -> the results of all cases at that world size, run once."""
     @functools.cache
     def get(world):
-        cases = {name: (f, {"tmp": tmp, **kwargs}) for name, (f, kwargs) in CASES[world].items()}
+        cases = {}
+        for name, (f, kwargs) in CASES[world].items():
+            cases[name] = f, {"tmp": tmp, **kwargs}
+            if (world, name) in PARITY:
+                cases[name][1]["compare"] = training.steps_alone(tmp, **own_keys(kwargs))
         return on_ranks(world, cases)
     return get
 
@@ -99,7 +103,8 @@ def local(t):
 
 
 # -----------------------------------------------------------------------------
-# parity: every mode and option against plain single-process PyTorch
+# parity: every mode and option against plain single-process PyTorch, and the steps' numbers by
+# compare.py against our own single process
 
 FREEZE = r"wte|h\.0\.(ln_1|mlp)"  # parts of units: frozen and trained parameters are mixed
 FACTORS = dict(
@@ -138,6 +143,11 @@ def pairwise():
         chosen.append(every[best])
         missing &= ~pairs[best]
     return chosen
+
+
+def own_keys(keys):
+    """The others are ways to run it."""
+    return {k: keys[k] for k in ("freeze", "grad_clip", "bias", "model") if k in keys}
 
 
 def run_case(world, name, **keys):
@@ -198,8 +208,7 @@ def test_parity_single(tmp, plain, model):
 @pytest.mark.parametrize("world, name", PARITY)
 def test_parity_of_modes_pairs_of_options_and_an_untied_head(tmp, ranks, plain, world, name):
     keys = CASES[world][name][1]
-    theirs = ("freeze", "grad_clip", "bias", "model", "max_iters")
-    expected = plain(**{k: keys[k] for k in theirs if k in keys})
+    expected = plain(**own_keys(keys), max_iters=keys.get("max_iters", 5))
     assert_parity(tmp, values(ranks(world), name)[0], name, expected)
 
 

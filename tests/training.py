@@ -227,6 +227,14 @@ def run_training(tmp, name, **overrides):
     return [r for r in read_metrics(out) if "loss" in r]
 
 
+def steps_alone(tmp, **keys):
+    """The file for --compare of a run by one process."""
+    path = os.path.join(tmp, f"alone {keys}.json")
+    if not os.path.exists(path):
+        run_training(tmp, f"alone {keys}", compare=path, **keys)
+    return path
+
+
 def run_compiled(**run):
     """run_training without evaluation: to compile that too takes as long again."""
     with patch.object(train, "evaluate", lambda *_: dict(train=1.0, val=1.0)):
