@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # ---------- is it the same run? -----------------------------------------------
 
@@ -143,7 +143,8 @@ class Compare:
             off /= 10
             # The gradient of attention's key biases is zero but for rounding, of which Adam makes
             # whole steps.
-            if 0 < theirs.get(f"gradient {name}", b)[0] < 0.01 * self.tolerance * norms["gradient"]:
+            size = max(run.get(f"gradient {name}", [math.inf])[0] for run in (ours, theirs))
+            if 0 < size < 0.01 * self.tolerance * norms["gradient"]:
                 return 0.0, ""
         last_a, last_b = (numbers.get(key) for numbers in self.last)
         if kind == "weight" and a == last_a and distance(b, last_b) > 1e-6 * b[0]:
@@ -236,13 +237,11 @@ def part_of(t, name):
     if not isinstance(t, DTensor):
         return fingerprint(t).tolist(), None
     mesh = t.device_mesh
-    rows = math.ceil(len(t) / mesh.size(-1))
-    first_row = rows * mesh.get_local_rank(-1)
-    local = t.to_local()
-    if local.shape != (max(0, min(rows, len(t) - first_row)), *t.shape[1:]):
+    if t.placements != (*[Replicate()] * (mesh.ndim - 1), Shard(0)):
         raise ValueError(f"{name} is not cut by rows alone, but as {t.placements}")
+    first_row = math.ceil(len(t) / mesh.size(-1)) * mesh.get_local_rank(-1)
     ranks = dist.get_process_group_ranks(mesh.get_group(-1))
-    return fingerprint(local, first_row).tolist(), ranks
+    return fingerprint(t.to_local(), first_row).tolist(), ranks
 
 
 def fingerprint(t, first_row=0):
@@ -317,8 +316,10 @@ def from_ranks(x):
 @contextmanager
 def check_units(model):
     """Inside, the ranks compare every unit's forward and backward, and all raise if they differ.
-    They also raise if a unit changes a list or dict that FSDP2 has copied for it, as it does for
-    most units. Each comparison waits for all ranks, so use it for a few steps."""
+    They also raise if a unit changes a list or dict that it was given, which its caller may not
+    see: with a policy FSDP2 passes a copy, and without one too if a tensor in it needs a gradient
+    (torch 2.9: if any argument does). Each comparison waits for all ranks, so use it for a few
+    steps."""
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -350,8 +351,8 @@ def watch_unit(unit, name):
 
     def after_forward(unit, args, kwargs, output):
         if list(map(id, contents(args, kwargs))) != list(map(id, given)):  # not the same objects
-            mistake = (f"{name} changed a list or dict that it was given. FSDP2 usually passes a "
-                       "copy, so its caller does not see that: return the new object instead")
+            mistake = (f"{name} changed a list or dict that it was given. FSDP2 may pass a copy, "
+                       "and then its caller does not see that: return the new object instead")
             compare_ranks(mistake)  # so that all ranks raise
             raise ValueError(mistake)
         compare_ranks(f"end of forward of {name}")
