@@ -26,7 +26,7 @@ import compare
 # ---------- runs of train.py that are right: no false alarm -------------------
 
 ZERO3 = dict(strategy="full_shard")
-ALIKE = {"float16": (2, dict(ZERO3, dtype="float16"))}  # name: (ranks, keys)
+ALIKE = {"float16": (2, dict(ZERO3, dtype="float16", loss_scale=512.0))}  # name: (ranks, keys)
 if os.path.isdir(os.path.join(HERE, "extras")):
     RECORDED = dict(device="cuda", cuda_graph=True, max_iters=14)
     ALIKE |= {
