@@ -18,7 +18,8 @@ all ranks at the first step that differs. To compare two files, of two machines 
 A step must have the same samples in both runs, whichever rank has them. Turn off dropout and noise.
 Compute in fp32, or pass tolerance=0.05 for bf16. Rounding grows with the learning rate: at a full
 rate without warm-up two right runs may go apart within ten steps. So take a run's warm-up, or a
-tenth of its rate.
+tenth of its rate. Rounding also turns a ReLU or a maximum near its edge, and the gradients jump.
+Then compute in float64 (model.double()). Two models, as in a GAN, have a Compare and a file each.
 
 Are the ranks at the same place? FSDP2 does not ask: if one rank skips a unit, the ranks mix rows of
 different units without an error.
@@ -178,6 +179,8 @@ class Compare:
             shown.append("the steps before were off by " + ", ".join(f"{x:.0e}" for x in before))
         if before and before[-1] > max(10 * before[0], 0.02 * self.tolerance):
             shown.append("this grew step by step, as rounding does if the learning rate is high")
+        elif before and {kind for kind, _ in found} == {"gradient"}:
+            shown.append("only gradients: rounding may have turned a ReLU or a maximum. Try float64")
         return "\n  ".join(shown)
 
 
@@ -223,7 +226,9 @@ def parts_of(model, optimizer, loss, scale, outputs):
 
 
 def numbers_of(group):
-    """(name, number) of an optimizer's group: its rate, each of its betas, what else it keeps."""
+    """(name, number) of an optimizer's group: how many elements it trains, its rate, each of its
+    betas, what else it keeps."""
+    yield "numel", float(sum(p.numel() for p in group["params"]))
     for key, value in group.items():
         values = value if isinstance(value, (tuple, list)) else [value]
         for i, number in enumerate(values):

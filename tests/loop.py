@@ -90,6 +90,7 @@ def train(path, mistake="", first=0, last=6):
     model = call = Words(mistake)
     if mistake == "optimizer before shard":
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    chosen = set(model.emb.parameters())
     if mistake == "counted in a checkpointed block" and is_sharded:
         activations.checkpoint_activations(model.blocks, "full")
     if is_sharded and "ddp" in mistake:
@@ -104,6 +105,10 @@ def train(path, mistake="", first=0, last=6):
     if mistake != "optimizer before shard":
         rate = 3e-3 * size if mistake == "rate times ranks" else 3e-3
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    if mistake == "chosen before shard":
+        others = [p for p in model.parameters() if p not in chosen]
+        slow = [p for p in model.parameters() if p in chosen]
+        optimizer = torch.optim.AdamW([{"params": others}, {"params": slow}], lr=3e-3)
     anew = mistake == "scheduler made anew"
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + anew * n))
     if first and mistake == "resumed with gradients":

@@ -104,6 +104,7 @@ MISTAKES = {  # what the message names
     "weights listed in __init__": "gradient head.weight is zero",
     "a hook on a weight": "gradient head.weight is off",
     "one batch for all ranks": "step 0 .*output 0 is off",
+    "chosen before shard": "step 0 .*group 0 numel is .*group 1 numel is 0 instead of 110",
     "rate times ranks": "group 0 lr is 0.006 instead of 0.003",
 }
 
@@ -179,6 +180,23 @@ def test_rounding_that_grows_is_said(tmp):
     amplifying(path, 0.1234567)
     with pytest.raises(ValueError, match="were off by .*\n  this grew step by step, as round"):
         amplifying(path, 0.1234567 + 3e-8)
+
+
+def test_gradients_that_jump_alone_are_said(tmp):
+    path = f"{tmp}/kink.json"
+    for turned in (0.0, 2e-4):
+        model = nn.Linear(1, 1, bias=False)
+        model.weight.data.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        compared = compare.Compare(path, model)
+        model.weight.grad = torch.ones(1, 1)
+        compared.step(0, optimizer, 1.0)
+        model.weight.grad += turned
+        if turned:
+            with pytest.raises(ValueError, match="is 1.0002 times .*\n.*\n  only gradients: round"):
+                compared.step(1, optimizer, 1.0)
+        else:
+            compared.step(1, optimizer, 1.0)
 
 
 def test_two_files(tmp):
