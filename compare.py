@@ -180,7 +180,7 @@ class Compare:
         if before and before[-1] > max(10 * before[0], 0.02 * self.tolerance):
             shown.append("this grew step by step, as rounding does if the learning rate is high")
         elif before and {kind for kind, _ in found} == {"gradient"}:
-            shown.append("only gradients: rounding may have turned a ReLU or a maximum. Try float64")
+            shown.append("only gradients: rounding may turn a ReLU or a maximum. Try float64")
         return "\n  ".join(shown)
 
 
