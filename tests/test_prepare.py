@@ -268,17 +268,14 @@ def test_prepare_writes_shards_as_llmc_does(tmp_path, size):
     assert [len(tokens) for tokens in files.files] == [9, 2]
 
 
-def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path):
+def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path, monkeypatch):
     """Where documents are long no hash gives val enough of them, however many come."""
-    docs = [letter * (1 << 20) for letter in "abc"]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in docs])
-    run_prepare(["x", path, "--tokenizer=bytes", "--shard_tokens=2000000", f"--out={tmp_path}/o"])
+    monkeypatch.setattr(prepare_py, "CHUNK", 1)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": letter * 99} for letter in "abc"])
+    run_prepare(["x", path, "--tokenizer=bytes", "--shard_tokens=200", f"--out={tmp_path}/o"])
     train, val = (TokenFiles(tmp_path / "o", split, 16, 257).files for split in ("train", "val"))
-    assert len(train) == 2 and len(val) == 1
-    tokens = 2 * (2**20 + 1)
-    assert len(val[0]) == round(0.1 * tokens) and set(val[0][:-1]) == {98} and val[0][-1] == 256
-    docs = split_documents(np.concatenate([train[0], val[0], train[1]]))
-    assert [(doc[:1], len(doc)) for doc in docs] == [(b, 2**20) for b in (b"a", b"b", b"c")]
+    first, second = ([*b"a" * 99, 256, *b"b" * 80], [*b"c" * 99, 256])
+    assert [tokens.tolist() for tokens in (*train, *val)] == [first, second, [*b"b" * 19, 256]]
 
 
 def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_too(tmp_path):
