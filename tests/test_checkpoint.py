@@ -38,21 +38,17 @@ def made_full(sharded, out):
 # resuming
 
 
-CHAIN = [  # ranks, strategy, kind of checkpoint, other keys
-    (2, "full_shard", "full", {}),
-    (3, "shard_grad_op", "sharded", dict(cpu_offload=0.5)),
-    (1, "", "full", {}),
-    (4, "hybrid_shard", "sharded", dict(shard_group_size=2)),
-    (2, "ddp", "sharded", {}),
-    (2, "full_shard", "full", {}),
-]
-
-
 def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
     """Every strategy, both kinds, offloaded on the way: the losses of one uninterrupted run."""
     whole, chain = os.path.join(tmp, "whole"), os.path.join(tmp, "chain")
     launch(1, arguments(tmp, whole, max_iters=12))
-    for i, (world, strategy, kind, more) in enumerate(CHAIN):
+    for i, (world, strategy, kind, more) in enumerate((
+            (2, "full_shard", "full", {}),
+            (3, "shard_grad_op", "sharded", dict(cpu_offload=0.5)),
+            (1, "", "full", {}),
+            (4, "hybrid_shard", "sharded", dict(shard_group_size=2)),
+            (2, "ddp", "sharded", {}),
+            (2, "full_shard", "full", {}))):
         run = dict(strategy=strategy, checkpoint=kind, init_from="auto", **more)
         launch(world, arguments(tmp, chain, max_iters=2 * (i + 1), **run))
     assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)

@@ -141,8 +141,6 @@ def test_a_window_needs_one_token_more_than_its_length(tmp_path):
         x, y = found.batch([windows - 1])
         assert x[0].tolist() == [*range(16 * windows - 16, 16 * windows)]
         assert y[0].tolist() == [*range(16 * windows - 15, 16 * windows + 1)]
-    write_tokens(tmp_path / "train.bin", 16)
-    assert "needs 17" in refused(TokenFiles, tmp_path, "train", 16, 99)
 
 
 def test_shards_are_those_of_one_whole_data_set(tmp_path):

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -163,8 +163,7 @@ def hub(monkeypatch):
     splits = dict(train=documents(300), validation=documents(40), test=[""])
     fake = ModuleType("datasets")
     fake.logging = SimpleNamespace(set_verbosity=print, CRITICAL=50)
-    fake.load_dataset = MagicMock(
-        side_effect=lambda path, split, **_: [{"text": text} for text in splits[split]])
+    fake.load_dataset = lambda path, split, **_: [{"text": text} for text in splits[split]]
     monkeypatch.setitem(sys.modules, "datasets", fake)
     return {split: [text.encode() for text in texts] for split, texts in splits.items()}
 
