@@ -1,7 +1,5 @@
 """A run's Saver on its own, and what a run begins with, for the tests of checkpoints."""
 
-from pathlib import Path
-
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from training import started, tiny
@@ -50,9 +48,3 @@ def assert_equal(a, b):
         y = theirs[where]
         assert type(x) is type(y), where
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, where
-
-
-def snapshot(out):
-    """{path: bytes} of everything below out."""
-    paths = filter(Path.is_file, Path(out).rglob("*"))
-    return {str(path.relative_to(out)): path.read_bytes() for path in paths}

@@ -38,28 +38,22 @@ def made_full(sharded, out):
 # resuming
 
 
-CHAIN = [  # ranks, strategy, kind of checkpoint, other keys
-    (2, "full_shard", "full", {}),
-    (3, "shard_grad_op", "sharded", dict(cpu_offload=0.5)),
-    (1, "", "full", {}),
-    (4, "hybrid_shard", "sharded", dict(shard_group_size=2)),
-    (2, "ddp", "sharded", {}),
-    (2, "full_shard", "full", {}),
-]
-
-
 def test_checkpoint_chain_across_world_sizes_and_strategies(tmp):
     """Every strategy, both kinds, offloaded on the way: the losses of one uninterrupted run."""
     whole, chain = os.path.join(tmp, "whole"), os.path.join(tmp, "chain")
     launch(1, arguments(tmp, whole, max_iters=12))
-    for i, (world, strategy, kind, more) in enumerate(CHAIN):
+    for i, (world, strategy, kind, more) in enumerate((
+            (2, "full_shard", "full", {}),
+            (3, "shard_grad_op", "sharded", dict(cpu_offload=0.5)),
+            (1, "", "full", {}),
+            (4, "hybrid_shard", "sharded", dict(shard_group_size=2)),
+            (2, "ddp", "sharded", {}),
+            (2, "full_shard", "full", {}))):
         run = dict(strategy=strategy, checkpoint=kind, init_from="auto", **more)
         launch(world, arguments(tmp, chain, max_iters=2 * (i + 1), **run))
     assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)
     training.assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
-    rows = read_metrics(chain)
-    assert [row["iter"] for row in rows if "loss" in row] == [*range(12)]  # without duplicates
-    assert {row["run"] for row in rows} == {found(chain).header["run"]}  # it is one run
+    assert {row["run"] for row in read_metrics(chain)} == {found(chain).header["run"]}  # one run
 
 
 @pytest.mark.parametrize("world, kind", [(1, "full"), (2, "sharded")])
@@ -74,14 +68,9 @@ def test_checkpoint_resume_is_bitwise(tmp, world, kind):
     p = launch(world, arguments(tmp, parts, max_iters=12, eval_interval=5, **run))
     assert "at step 6" in p.stdout
     assert losses(parts) == losses(whole)
-    if kind == "sharded":
-        kept = sorted(d for d in os.listdir(parts) if d.startswith("step-"))
-        assert kept == ["step-000000010", "step-000000012"]  # keep_checkpoints=2
     ours, theirs = ({key: tensor_of(source, key) for key in source.shapes}
                     for source in map(found, (parts, whole)))
     assert_equal(ours, theirs)
-    kinds = {key.partition(".")[0] for key in ours}
-    assert kinds == {"model", "step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +200,9 @@ def test_checkpoint_pieces_are_in_the_order_of_rows():
     assert checkpoint.places_of(results) == {"w": pieces}
 
 
-def case_both_kinds(tmp, out, freeze):
+def case_both_kinds(tmp, out):
     """The same state, saved full and sharded."""
-    run = built(tmp, strategy="full_shard", freeze=freeze)
+    run = built(tmp, strategy="full_shard", freeze=FREEZE)
     steps(run)
     saver = claimed(run, f"{out}/direct")
     save(saver, run, 1)
@@ -228,22 +217,15 @@ def case_both_kinds(tmp, out, freeze):
 
 
 def test_checkpoint_sharded_made_full_equals_the_full_one(tmp, tmp_path):
-    cases = {}
-    for name, freeze in (("all", ""), ("some", FREEZE)):
-        kwargs = dict(tmp=tmp, out=str(tmp_path / name), freeze=freeze)
-        cases[name] = (case_both_kinds, kwargs)
-    results = on_ranks(2, cases)
-    for name in cases:
-        values(results, name)
-        ours = made_full(tmp_path / name, tmp_path / name)
-        direct = read_ckpt(tmp_path / name / "direct")
-        assert ours["iter_num"] == 1
-        for group in direct["optimizer"]["param_groups"]:
-            group["betas"] = list(group["betas"])  # JSON has no tuples
-        assert_equal(ours, direct)
-        assert len(ours["optimizer"]["state"]) == len(ours["param_names"])  # of what trains
-        head, wte = ours["model"]["lm_head.weight"], ours["model"]["transformer.wte.weight"]
-        assert head.data_ptr() == wte.data_ptr()
+    values(on_ranks(2, {"both": (case_both_kinds, dict(tmp=tmp, out=str(tmp_path)))}), "both")
+    ours, direct = made_full(tmp_path, tmp_path), read_ckpt(tmp_path / "direct")
+    assert ours["iter_num"] == 1
+    for group in direct["optimizer"]["param_groups"]:
+        group["betas"] = list(group["betas"])  # JSON has no tuples
+    assert_equal(ours, direct)
+    assert len(ours["optimizer"]["state"]) == len(ours["param_names"])  # of what trains
+    head, wte = ours["model"]["lm_head.weight"], ours["model"]["transformer.wte.weight"]
+    assert head.data_ptr() == wte.data_ptr()
 
 
 def test_checkpoint_that_is_sharded_is_read_by_rows(sound, monkeypatch):

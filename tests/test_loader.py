@@ -60,17 +60,6 @@ def batches_of(tmp, size, **keys):
     return [loader.open_batches(tiny(tmp, **keys), World(rank, size)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size, batch_size", [(2, 2), (3, 4)])
-def test_batch_independent_of_world_size(tmp, size, batch_size):
-    """The union of all ranks' micro-batches of a step: the same, in order, however split."""
-    keys = dict(batch_size=batch_size, gradient_accumulation_steps=24 // batch_size)
-    parts, found = batches_of(tmp, size, **keys), []
-    for micro in range(24 // batch_size // size):
-        found += [part.get(3, micro)[0] for part in parts]
-    whole, = batches_of(tmp, 1, batch_size=24, gradient_accumulation_steps=1)
-    assert torch.equal(torch.cat(found), whole.get(3, 0)[0])
-
-
 def test_a_prefetched_batch_is_the_one_that_follows_and_is_not_kept(tmp):
     part, plain = (batches_of(tmp, 2, gradient_accumulation_steps=4)[1] for _ in range(2))
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -152,8 +141,6 @@ def test_a_window_needs_one_token_more_than_its_length(tmp_path):
         x, y = found.batch([windows - 1])
         assert x[0].tolist() == [*range(16 * windows - 16, 16 * windows)]
         assert y[0].tolist() == [*range(16 * windows - 15, 16 * windows + 1)]
-    write_tokens(tmp_path / "train.bin", 16)
-    assert "needs 17" in refused(TokenFiles, tmp_path, "train", 16, 99)
 
 
 def test_shards_are_those_of_one_whole_data_set(tmp_path):

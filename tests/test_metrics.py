@@ -9,7 +9,6 @@ import math
 import os
 import re
 import sys
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -20,13 +19,6 @@ import metrics
 import train
 from optimizer import LossScaler
 from ranks import World
-
-
-def log_step(log, step, loss=4.0, norm=1.0, waited=0.0):
-    """What train.train logs of a step. waited: seconds for its batches."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
-    scaler = LossScaler(SimpleNamespace(dtype="float32"))
-    log.step(step, dict(loss=loss, grad_norm=norm, own=0.25), waited, optimizer, scaler)
 
 
 def test_metrics_lines_and_rows(tmp, capsys):
@@ -109,11 +101,14 @@ def test_metrics_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, 
     ideal_s = metrics.ideal_seconds(train.meta_model(cfg), cfg, World(size=2))
     log = metrics.Log(cfg, World(size=2), str(tmp_path), "the-id", 0, ideal_s)
     monkeypatch.setattr(metrics.time, "time", lambda: 7.0)
-    log_step(log, 0, waited=0.5)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    scaler = LossScaler(cfg)
+    log.step(0, dict(loss=4.0, grad_norm=1.0, own=0.25), 0.5, optimizer, scaler)
     said = capsys.readouterr().out
     assert "time 2000.00ms, mfu 10.00%, 192 tok/s, grad_norm 1.0000, own 0.2500, data" in said
     monkeypatch.setattr(metrics.time, "time", lambda: 11.0)
-    log_step(log, 1, waited=0.25, norm=math.inf)  # which JSON does not have
+    numbers = dict(loss=4.0, grad_norm=math.inf, own=0.25)  # JSON has no infinity
+    log.step(1, numbers, 0.25, optimizer, scaler)
     rows = read_metrics(tmp_path)
     assert [row["mfu"] for row in rows] == pytest.approx([0.1, 0.05])
     assert [row["time_ms"] for row in rows] == pytest.approx([2e3, 4e3])

@@ -69,18 +69,15 @@ def test_ranks_of_one_node_share_a_cpu_where_gpus_are_too_few(
     assert capsys.readouterr().out == (line if gpus and device == "cpu" else "")
 
 
-def with_gpus(monkeypatch, n, set_device=lambda index: None):
+def with_gpus(monkeypatch, n):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: n > 0)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
 
 
-def test_ranks_that_are_told_to_take_a_gpu_where_there_is_none(monkeypatch):
+def test_ranks_that_name_a_gpu_have_one_each_or_are_refused(monkeypatch):
     with_gpus(monkeypatch, 0)
     assert "--device=cpu" in refused(ranks.setup, "cuda", "auto")
-
-
-def test_ranks_have_a_gpu_each_whichever_is_named(monkeypatch):
     with_gpus(monkeypatch, 2)
     assert [ranks.pick_device("cuda:1", rank, 2).index for rank in (0, 1)] == [0, 1]
     assert ranks.pick_device("cuda:1").index == 1  # alone
