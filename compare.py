@@ -138,7 +138,7 @@ class Compare:
         a, b = ours[key], theirs[key]
         # A small weight is measured by all weights, and so on; and a loss, which may be 0, by 0.01.
         least = 0.01 if key == "loss" else 1e-3 * norms[kind]
-        off = distance(a, b) / max(abs(b[0]), least, 1e-30)
+        off = distance(a, b) / max(least, 1e-30, abs(b[0]))  # of NaN, least
         wrong = f"off by {off:.1e}"
         if kind.startswith(("weight", "state")):
             off /= 10
@@ -156,7 +156,8 @@ class Compare:
             return off, f"{a[0]:g} instead of {b[0]:g}"
         ratio = a[0] / max(b[0], 1e-30)
         if off < math.inf and distance(a, [ratio * x for x in b]) < 0.01 * distance(a, b):
-            wrong = f"{ratio:.4f} times the other's" if ratio else "zero, unlike the other's"
+            exact = float(f"{ratio:.5g}")  # tensors that share it differ by rounding
+            wrong = f"{exact:.4f} times the other's" if ratio else "zero, unlike the other's"
         return off, wrong
 
     def message(self, step, found, numbers):

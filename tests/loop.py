@@ -52,6 +52,7 @@ class Words(nn.Module):
         self.weights = [self.head.weight]
         self.depth = 3
         self.register_buffer("mask", torch.full((5, 5), -torch.inf).triu(1))
+        self.register_buffer("unset", torch.full((2,), torch.nan))
         self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
         if not mistake:  # DDP and DCP take no sparse ones
             self.register_buffer("graph", torch.eye(3).to_sparse())
