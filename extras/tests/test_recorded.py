@@ -159,13 +159,9 @@ class Program:
 CHANGES = {  # name: what happens before step 6, which is recorded since step 3
     "a batch of 1": lambda run: run.arguments.__setitem__(0, torch.randn(1, 8).cuda()),
     "another type": lambda run: run.arguments.__setitem__(0, torch.randn(4, 8).cuda().double()),
-    "an argument less": lambda run: run.arguments.pop(),
     "another number": lambda run: run.arguments.__setitem__(1, 2.0),
-    "eval()": lambda run: run.net.eval(),
     "eval() of a part": lambda run: run.net[1].eval(),
     "unfrozen": lambda run: run.net[0].requires_grad_(True),
-    "frozen": lambda run: run.net[2].requires_grad_(False),
-    "zero_grad()": lambda run: run.net.zero_grad(),
     # The old ones are gone: without care new ones would get their ids.
     "other gradients": lambda run: [
         run.net.zero_grad(),
