@@ -137,8 +137,6 @@ def children(pid):
 # -----------------------------------------------------------------------------
 # functions on ranks
 
-SIMULATED = 4  # GPUs
-
 
 def wants_cuda(args):
     """Does --device=cuda, or {"device": "cuda"}, lie anywhere in them?"""
@@ -152,7 +150,7 @@ def gpus_for(args):
     real = torch.cuda.device_count()
     if not real and not SIMGPU:
         pytest.skip("there is no GPU, and no simgpu on PYTHONPATH to simulate one")
-    return real, 0 if real else SIMULATED
+    return real, 0 if real else 4
 
 
 def own_node(rank, gpus):

@@ -35,7 +35,6 @@ RUNS = {  # name: (ranks, keys); no size divides 67 or 30, and 5 rows on 4 ranks
     "full_shard-3": (3, ZERO3),
     "hybrid_shard-6": (6, HYBRID),  # three groups of two: neither axis can stand for the other
     "offload-2": (2, dict(strategy="shard_grad_op", cpu_offload=0.5, wrap_min_params=2000)),
-    "compile-2": (2, dict(**ZERO3, compile=True, activation_checkpointing="full")),
     "freeze-3": (3, dict(**ZERO3, freeze=FREEZE)),
     "empty-4": (4, dict(**ZERO3, n_embd=5, n_head=1)),
 }
@@ -49,9 +48,8 @@ def ranks(tmp):
         cases = {}
         for name, (size, keys) in RUNS.items():
             if size == world:
-                run = training.run_compiled if "compile" in keys else run_training
                 keys = {**MUON, **training.two_each(world), **keys}
-                cases[name] = run, dict(keys, tmp=tmp, name="muon-" + name)
+                cases[name] = run_training, dict(keys, tmp=tmp, name="muon-" + name)
         for name, (size, keys) in MECHANISMS.items():
             if size == world:
                 cases["mech-" + name] = case_mechanisms, dict(tmp=tmp, **keys)

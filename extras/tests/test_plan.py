@@ -34,7 +34,6 @@ MACHINE = SimpleNamespace(
     strategy=None, gpus_per_node=8, gpu_memory=80 * GIB, host_memory=math.inf, gpu=None)
 SMALL = ["--n_layer=3", "--n_head=6", "--n_embd=384", "--block_size=512", "--batch_size=4"]
 HYBRID = ["--strategy=hybrid_shard", "--shard_group_size=4"]
-REGATHER = ["--strategy=full_shard", "--reshard_group_size=4"]
 
 
 def placed(size, *argv):
@@ -76,9 +75,21 @@ def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
         assert at["host"] + at["pinned"] == pytest.approx(state, rel=0.02, abs=counters)
 
 
-def live(cfg, world):
-    """(bytes at the peak, {kind of collective: how many}) of the second of two real steps: rank
-    0's own, in a group that sends nothing."""
+@pytest.mark.parametrize("size, argv", [
+    (1, ["--strategy=single", "--dtype=float32"]), (1, ["--strategy=single", "--dtype=bfloat16"]),
+    (8, ["--freeze=mlp", "--activation_checkpointing=selective"]),
+    (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16"]),
+    (16, [*HYBRID, "--gradient_accumulation_steps=32"]), (8, ["--optimizer=muon"])])
+def test_plan_peak_and_collectives_are_a_real_steps(size, argv):
+    """The second of two steps: rank 0's own, in a group that sends nothing."""
+    cfg, world = placed(size, "--device=cpu", "--n_layer=2", "--vocab_size=512", "--block_size=128",
+                        "--n_embd=192", *argv)
+    timeline, events = rehearse(cfg, world)
+    planned = Counter()
+    for event in events:
+        if event.size:
+            planned[event.what] += event.times
+
     x = torch.zeros(cfg.batch_size, cfg.sizes.block_size, dtype=torch.int64)
     batches = SimpleNamespace(get=lambda step, micro: (x, x, 1.0),
                               prefetch_next=lambda step, micro: None)
@@ -94,26 +105,9 @@ def live(cfg, world):
                                  train.forward_backward)
     finally:
         dist.destroy_process_group()
+    assert timeline.sum(axis=1).max() == pytest.approx(max(tracer.bytes), rel=0.01)
     kinds = {op.name(): what for op, (what, *_) in COLLECTIVES.items()}
-    return max(tracer.bytes), {kinds[name]: n for name, n in tracer.collectives.items()}
-
-
-@pytest.mark.parametrize("size, argv", [
-    (1, ["--strategy=single", "--dtype=float32"]), (1, ["--strategy=single", "--dtype=bfloat16"]),
-    (8, ["--freeze=mlp", "--activation_checkpointing=selective"]),
-    (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16"]),
-    (16, [*HYBRID, "--gradient_accumulation_steps=32"]), (8, ["--optimizer=muon"])])
-def test_plan_peak_and_collectives_are_a_real_steps(size, argv):
-    cfg, world = placed(size, "--device=cpu", "--n_layer=2", "--vocab_size=512", "--block_size=128",
-                        "--n_embd=192", *argv)
-    timeline, events = rehearse(cfg, world)
-    planned = Counter()
-    for event in events:
-        if event.size:
-            planned[event.what] += event.times
-    peak, collectives = live(cfg, world)
-    assert timeline.sum(axis=1).max() == pytest.approx(peak, rel=0.01)
-    assert planned == collectives
+    assert planned == {kinds[name]: n for name, n in tracer.collectives.items()}
 
 
 def test_plan_host_memory_is_what_is_offloaded_and_what_a_sharded_save_copies():
@@ -151,7 +145,7 @@ WAYS = {name: (7, [f"--strategy={name}"]) for name in STRATEGIES if name != "sin
 for name, strategy in STRATEGIES.items():
     if strategy.in_groups:
         WAYS[name] = 16, [f"--strategy={name}", "--shard_group_size=4"]
-WAYS["regather"] = 16, REGATHER
+WAYS["regather"] = 16, ["--strategy=full_shard", "--reshard_group_size=4"]
 ON_ALL = [
     *([f"--grad_sync={sync}", f"micro_batches={n}"] for sync in ("every", "last") for n in (2, 5)),
     ["--dtype=float32"], ["--freeze=mlp", "micro_batches=2"],
