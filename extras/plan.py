@@ -188,12 +188,12 @@ def parse(argv):
 def main(argv):
     machine, rest = parse(argv)
     cfg = with_vocabulary(load_config(rest))
-    tables = [plan_table(cfg, int(size), machine) for size in machine.world_size.split(",")]
-    return tables[0]
+    for size in machine.world_size.split(","):
+        print_table(cfg, int(size), machine)
 
 
-def plan_table(cfg, size, machine):
-    """Print the plan for `size` GPUs; returns its rows."""
+def print_table(cfg, size, machine):
+    """The plan for `size` GPUs."""
     todo = variants(cfg, size, machine)
     model = meta_model(cfg)
     n = sum(p.numel() for p in model.parameters())
@@ -236,7 +236,6 @@ def plan_table(cfg, size, machine):
         "no": "nothing fits: try --loss_chunks=8, --activation_checkpointing=selective, then "
               "full, a smaller --batch_size, --cpu_offload=0.25 and up; or more GPUs",
     }[picked["fits"]])
-    return rows
 
 
 def print_line(head, cells, fits):

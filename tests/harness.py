@@ -13,7 +13,7 @@ set has another order on each of them. They get torchrun's environment and store
 thread, and no fixed port. What hangs is ended and reported, and no rank outlives pytest. A function
 must be in a file that can be imported.
 
-Ranks that are told device=cuda share GPUs that are too few (own_node.py says how). Where there are
+Ranks that are told device=cuda share GPUs that are too few (own_node says how). Where there are
 none they get simulated ones, if simgpu, a project of its own, is on PYTHONPATH; else the test is
 skipped.
 """
@@ -53,7 +53,6 @@ if os.environ.get("SIM_GPUS"):
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from own_node import environment as own_node  # noqa: E402
 
 import configurator  # noqa: E402
 import ranks  # noqa: E402
@@ -138,8 +137,6 @@ def children(pid):
 # -----------------------------------------------------------------------------
 # functions on ranks
 
-SIMULATED = 4  # GPUs
-
 
 def wants_cuda(args):
     """Does --device=cuda, or {"device": "cuda"}, lie anywhere in them?"""
@@ -153,7 +150,17 @@ def gpus_for(args):
     real = torch.cuda.device_count()
     if not real and not SIMGPU:
         pytest.skip("there is no GPU, and no simgpu on PYTHONPATH to simulate one")
-    return real, 0 if real else SIMULATED
+    return real, 0 if real else 4
+
+
+def own_node(rank, gpus):
+    """The environment of a rank where there are fewer GPUs than ranks: NCCL takes it for another
+    node's. NCCL refuses two ranks of one host on one GPU, and asks NCCL_HOSTID which host that is.
+    So real NCCL runs between them, over sockets: its kernels, groups, streams and watchdog, but no
+    NVLink."""
+    return dict(
+        NCCL_HOSTID=f"node {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1",
+        LOCAL_RANK=str(rank % gpus), LOCAL_WORLD_SIZE="1")
 
 
 @functools.cache

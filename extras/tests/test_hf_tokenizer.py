@@ -7,7 +7,6 @@ in test_learn.py.
 
 import json
 import os
-import random
 
 import pytest
 from harness import refused
@@ -20,28 +19,23 @@ from extras import hf_tokenizer, masks
 from ranks import World
 
 tokenizers = pytest.importorskip("tokenizers")
-pre, norm, post = tokenizers.pre_tokenizers, tokenizers.normalizers, tokenizers.processors
+pre, post = tokenizers.pre_tokenizers, tokenizers.processors
 
 SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]", "<|im_start|>", "<|im_end|>"]
 TEXTS = ["Be brief", "the sun", "who is it? ", ". \n\n", "Yes: Yes", ".\n", "_\n"]
 
 
-def make(path, template=None, end="<|im_end|>", learned=TEXTS, special=SPECIAL, last="",
-         metaspace=False, trim=True, **parts):
+def make(path, template=None, end="<|im_end|>", learned=TEXTS, special=SPECIAL, last="", trim=True,
+         splits=None):
     """A tokenizer trained on the spot, with a chat template, as a model's directory has it.
     last: special tokens that it puts behind each text. trim: a token's place is without its
-    spaces. parts: others of the library's than those below."""
-    hf = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=metaspace))
-    hf.pre_tokenizer = pre.Metaspace() if metaspace else pre.ByteLevel(add_prefix_space=False)
+    spaces. splits: the library's pre_tokenizer."""
+    hf = tokenizers.Tokenizer(tokenizers.models.BPE())
+    hf.pre_tokenizer = splits or pre.ByteLevel(add_prefix_space=False)
     hf.decoder = tokenizers.decoders.ByteLevel()
-    if metaspace:
-        hf.decoder = tokenizers.decoders.ByteFallback()
-        special = special + [f"<0x{i:02X}>" for i in range(256)]
-    for part, value in parts.items():
-        setattr(hf, part, value)
     hf.train_from_iterator(learned * 9, tokenizers.trainers.BpeTrainer(
         vocab_size=700, special_tokens=special, show_progress=False,
-        initial_alphabet=[] if metaspace else pre.ByteLevel.alphabet()))
+        initial_alphabet=pre.ByteLevel.alphabet()))
     # As Llama 3's: a text begins with <s>.
     begins_and_ends = post.TemplateProcessing(
         single=f"<s> $A {last}".strip(),
@@ -58,32 +52,6 @@ def make(path, template=None, end="<|im_end|>", learned=TEXTS, special=SPECIAL, 
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
     return hf
-
-
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-KINDS = {  # name: parts of the tokenizer
-    "gpt2": {},
-    "llama3": dict(pre_tokenizer=pre.Sequence(
-        [pre.Split(tokenizers.Regex(LLAMA3_SPLIT), "isolated"),
-         pre.ByteLevel(add_prefix_space=False, use_regex=False)])),
-    "metaspace": dict(metaspace=True),
-    "ends": dict(last="<|im_end|>"),
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_tokens_of_a_text_and_their_places_are_the_librarys(tmp_path, name):
-    hf = make(tmp_path, **KINDS[name])
-    hf.encode_special_tokens = True
-    own = hf_tokenizer.encoder_of(str(tmp_path))
-    letters = "aB1_ \n\t\r.'s/-\u00e9\u0301\u65e5\u3002\u00a0\u3000\U0001f31e"
-    for text in ("", "".join(random.Random(0).choices(letters, k=9000))):
-        found = hf.encode(text)
-        ids, places = masks.places_of(text, own, False)
-        assert own.encode(text).tolist() == ids == found.ids
-        assert places == found.offsets
 
 
 def test_special_tokens_in_a_text_are_text_and_in_a_template_they_are_not(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import training
 from harness import on_ranks, refused, values
-from training import arguments, built, losses, read_ckpt, run_training, started, steps, tiny
+from training import arguments, built, losses, read_ckpt, run_training, steps, tiny
 
 import checkpoint
 import sample
@@ -131,12 +131,6 @@ def test_lora_samples_and_begins_on_other_adapters(tmp, single, monkeypatch, cap
     assert state["model_args"]["base"] == os.path.join(tmp, "lora-base")
 
 
-def test_lora_from_other_adapters_leaves_their_base_where_it_is(tmp, base, single):
-    """A new run would move what is in its out_dir."""
-    line = refused(run_training, tmp, base, init_from=os.path.join(tmp, "lora-single"), **NAME)
-    assert base in line and os.path.exists(os.path.join(base, "ckpt.pt"))
-
-
 def test_lora_initial_values_are_a_linear_layers_and_zero():
     """A's bound is 1 / sqrt(its inputs), as nn.Linear's, and not its rank's."""
     for shape in ((4, 400), (400, 4)):
@@ -231,16 +225,11 @@ def test_lora_gathers_in_bf16_and_reduces_adapters_only(ranks):
     (dict(base=""), "--base"),
     (dict(lora_targets="lm_head"), "matches none of the blocks' 12 linear layers"),
     (dict(model="llama+lora"), "is of model=gpt2, not llama"),
-    (dict(out_dir="BASE"), "must stay")])  # a run moves what it finds in its out_dir
+    (dict(name="lora-base"), "must stay")])  # a run moves what it finds in its out_dir
 def test_lora_mistakes_are_one_line(tmp, base, keys, said):
-    run = {**LORA, "base": base, "out_dir": "lora-none", **keys}
-    out = run.pop("out_dir").replace("BASE", base)
-    argv = arguments(tmp, out, **run)
-
-    def begin():
-        train.meta_model(started(resolve(load_config(argv), World()), World())[0])
-
-    assert said in refused(begin)
+    run = {**LORA, "base": base, "name": "lora-none", **keys}
+    assert said in refused(run_training, tmp, **run)
+    assert os.path.exists(os.path.join(base, "ckpt.pt"))
 
 
 def adapters(ours, theirs):
