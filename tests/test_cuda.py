@@ -4,7 +4,7 @@ What a GPU runs: whole steps on one, two and four; and parts of it, on any machi
     python -m pytest -q -rs -k cuda      # on a GPU machine: these, and others' tests of a GPU
 
 On a CPU test_fsdp.py trains in these modes. Ranks share GPUs that are too few, each a node of its
-own to NCCL: own_node.py.
+own to NCCL: own_node in harness.py.
 """
 
 import functools
