@@ -35,8 +35,6 @@ CUDA = torch.device("cuda", 0)
 SINGLE = dict(strategy="single")
 DDP = dict(strategy="ddp")
 SHARD = dict(strategy="full_shard")
-HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
-ZERO1 = dict(strategy="shard_grad_op", grad_sync="last")
 RECOMPUTED = dict(activation_checkpointing="full", activation_offload=True)
 # Heads of 16: cuDNN's attention, which H100s prefer, takes no 16-bit heads but multiples of 8.
 BF16 = dict(dtype="bfloat16", n_embd=48)
@@ -48,7 +46,7 @@ MODES = {  # name: (ranks, keys)
     "float16": (1, dict(SINGLE, **FP16)),
     "ddp": (2, DDP),
     "full_shard": (2, SHARD),
-    "shard_grad_op last": (2, ZERO1),
+    "shard_grad_op last": (2, dict(strategy="shard_grad_op", grad_sync="last")),
     # Adam divides by a gradient's size: only beside its eps does it show who has been clipped.
     "half offloaded": (2, dict(SHARD, cpu_offload=0.5, grad_clip=1e-5)),
     "all offloaded": (2, dict(SHARD, cpu_offload=1.0, **RECOMPUTED)),
@@ -56,10 +54,9 @@ MODES = {  # name: (ranks, keys)
     "bfloat16": (2, dict(SHARD, **BF16)),
     "float16 ddp": (2, dict(DDP, **FP16)),
     "ddp compiled": (4, dict(DDP, compile=True)),
-    "hybrid": (4, HYBRID),
+    "hybrid": (4, dict(strategy="hybrid_shard", shard_group_size=2)),
     "hpZ": (4, dict(SHARD, reshard_group_size=2)),
 }
-OF_FOUR = [name for name, (world, _) in MODES.items() if world == 4]
 
 
 def case_training(tmp, name, **keys):
@@ -93,7 +90,8 @@ def trained(tmp):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if name in OF_FOUR else name for name in MODES])
+    pytest.param(name, marks=pytest.mark.slow) if world == 4 else name
+    for name, (world, _) in MODES.items()])
 def test_cuda_trains_as_a_cpu_does(tmp, trained, name):
     """5 steps: the losses, and in fp32 the gradients' norms, of plain PyTorch on a CPU."""
     world, keys = MODES[name]

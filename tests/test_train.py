@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import on_ranks, refused, values
+from harness import refused
 from torch.nn import functional as F
 from training import TINY, built, losses, plain_gpt, read_ckpt, run_training, started, steps, tiny
 
@@ -36,27 +36,14 @@ from ranks import StopSignal, World
 # options
 
 
-def case_autocast(tmp):
-    """Is autocast on in a block's forward, in training and evaluation; and its input's type."""
-    seen = []
-
-    def look(module, args):
-        seen.append([torch.is_autocast_enabled("cpu"), str(args[0].dtype)])
-
-    for strategy in ("ddp", "full_shard"):
-        run = built(tmp, strategy=strategy, dtype="bfloat16", gradient_accumulation_steps=2)
-        run.model.blocks[1].register_forward_pre_hook(look)
-        steps(run)
-        train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
-    return seen
-
-
-def test_option_autocast_is_for_ddp_alone(tmp):
-    """FSDP2's policy casts by itself; both together would cast the norms and the loss again."""
-    ddp, full_shard = [True, "torch.float32"], [False, "torch.bfloat16"]
-    for seen in values(on_ranks(2, {"": (case_autocast, dict(tmp=tmp))}), ""):
-        n = len(seen) // 2
-        assert n >= 3 and seen == [ddp] * n + [full_shard] * n
+def test_option_bfloat16_is_autocast_where_nothing_is_sharded(tmp):
+    """In training and evaluation. FSDP2's policy casts by itself: test_fsdp_functions.py."""
+    run, seen = built(tmp, dtype="bfloat16", gradient_accumulation_steps=2), []
+    run.model.blocks[1].register_forward_pre_hook(
+        lambda *args: seen.append(torch.is_autocast_enabled("cpu")))
+    steps(run)
+    train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
+    assert len(seen) > 2 and all(seen)
 
 
 def test_option_dropout_is_on_where_gpt2_has_it():
