@@ -26,13 +26,11 @@ from harness import on_ranks, values
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from training import WAYS, plain_gpt, read_ckpt, run_training, steps, tiny, two_each
 
 import configurator
 import fsdp
 import model
-import train
 from model import GPT, GPTConfig
 from optimizer import LossScaler
 
@@ -60,7 +58,6 @@ UNITS = dict(model="test_fsdp", wrap_min_params=1000)  # embedding and head are 
 STRATEGIES = [*WAYS.values()]
 mode = configurator.STRATEGIES.get  # a strategy's row
 SHARDED = [(world, keys) for world, keys in STRATEGIES if mode(keys["strategy"]).sharded]
-AT_TWO = [keys["strategy"] for world, keys in STRATEGIES if world == 2]
 
 
 def case(*rows):
@@ -147,15 +144,18 @@ def pairwise():
 
 def own_keys(keys):
     """The others are ways to run it."""
-    return {k: keys[k] for k in ("freeze", "grad_clip", "bias", "model") if k in keys}
+    own = ("freeze", "grad_clip", "bias", "model", "dropout", "seed")
+    return {k: keys[k] for k in own if k in keys}
 
 
 def run_case(world, name, **keys):
     CASES[world][name] = run_training, {"name": name, **two_each(world), **keys}
 
 
-for world, keys in STRATEGIES + [(3, DDP), (3, ZERO3), (4, DDP), (4, ZERO2), (4, ZERO3)]:
+for world, keys in STRATEGIES + [(4, DDP), (4, ZERO2), (4, ZERO3)]:
     run_case(world, f"{keys['strategy']}-{world}", **keys)
+for keys in (DDP, ZERO3):  # dropout's masks go by seed and micro-batch, not by rank
+    run_case(3, f"{keys['strategy']}-3", **keys, dropout=0.2, seed=7)
 run_case(3, "shard_grad_op-3", **ZERO2, grad_sync="last")
 SHORT = dict(max_iters=3, eval_interval=3)
 for i, keys in enumerate(pairwise()):
@@ -195,8 +195,6 @@ def assert_parity(tmp, rows, name, expected):
     assert [r["loss"] for r in rows] == pytest.approx(losses, rel=1e-6)
     assert [r["grad_norm"] for r in rows] == pytest.approx(norms, rel=1e-5)
     training.assert_same_weights(ours, weights, 1e-5)
-    tied = [torch.equal(w["lm_head.weight"], next(iter(w.values()))) for w in (ours, weights)]
-    assert tied[0] == tied[1]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "test_fsdp"])  # a tied head, one of its own
@@ -230,27 +228,14 @@ def case_mechanisms(tmp, **overrides):
     with patch.object(fsdp, "materialize", spy):
         run = built(tmp, **overrides)
     steps(run)
-    model, params = run.model, dict(run.model.named_parameters())
-    shard = run.cfg.shard_group_size or run.world.size
-    moments = []
-    for p in params.values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = run.optimizer.state[p][key]
-            moments.append(isinstance(moment, DTensor) and local(moment).shape == local(p).shape)
 
     def gathered():
-        return [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+        return [n for n, p in run.model.named_parameters() if not isinstance(p, DTensor)]
 
     with fsdp.inference(run.wrapped):
         run.wrapped(*run.batches.get(0, 0)[:2])
         inside = gathered()
     return dict(
-        blocks=all(isinstance(block, FSDPModule) for block in model.blocks),
-        dtensor=all(isinstance(p, DTensor) for p in params.values()),
-        rows=all(len(local(p)) <= -(-len(p) // shard) for p in params.values()),
-        moments=all(moments),
-        total=sum(local(p).numel() for p in params.values()),
-        tied=model.lm_head.weight is model.transformer.wte.weight,
         allocated=len(allocated),
         whole=[shape for shape, n in allocated if shape[0] > 1 and n >= math.prod(shape)],
         inside=inside, outside=gathered())
@@ -258,12 +243,8 @@ def case_mechanisms(tmp, **overrides):
 
 @pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in SHARDED])
 def test_mechanisms_of_sharding(ranks, world, strategy):
-    per_rank = values(ranks(world), f"mech-{strategy}")
-    for r in per_rank:
-        for key in ("blocks", "dtensor", "rows", "moments", "tied", "allocated"):
-            assert r[key], key
-        for key in ("whole", "outside"):
-            assert r[key] == [], key
+    for r in values(ranks(world), f"mech-{strategy}"):
+        assert r["allocated"] and r["whole"] == r["outside"] == []
         root = ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight",
                 "transformer.ln_f.bias"]
         # by name, whatever configurator.py says of those that everybody knows
@@ -272,8 +253,6 @@ def test_mechanisms_of_sharding(ranks, world, strategy):
             assert len(r["inside"]) > len(root)  # ZeRO-2: blocks stay gathered after forward ...
         else:
             assert r["inside"] == root  # ... ZeRO-3: they are resharded, the root is not
-    total = sum(p.numel() for p in plain_gpt().parameters())
-    assert sum(r["total"] for r in per_rank) == total * world // 2  # four ranks hold two copies
 
 
 OPTIONS = {"plain": {}, "bf16": dict(dtype="bfloat16"), "reduce": dict(reduce_dtype="bfloat16"),
@@ -293,22 +272,17 @@ MORE_TRAFFIC = {
 
 @case(*((world, f"drawn-{keys['strategy']}", keys) for world, keys in SHARDED[1:]))
 def case_drawn(tmp, **overrides):
-    with patch.object(model.normal, "chunk", 100):  # of a few rows of the tiny model
-        counted = []
-        numbers = torch.Tensor.normal_
+    counted = []
+    numbers = torch.Tensor.normal_
 
-        def count(t, *args, **kwargs):
-            counted.append(t.numel())
-            return numbers(t, *args, **kwargs)
+    def count(t, *args, **kwargs):
+        counted.append(t.numel())
+        return numbers(t, *args, **kwargs)
 
-        with patch.object(torch.Tensor, "normal_", count):
-            run = built(tmp, **overrides)
-        got = whole(run)  # collective
-        if run.world.rank > 0:
-            return sum(counted)
-        expected = training.plain_model(run.cfg).named_parameters()
-        assert all(torch.equal(got[name], p) for name, p in expected)
-        return sum(counted)
+    with (patch.object(model.normal, "chunk", 100),  # of a few rows of the tiny model
+          patch.object(torch.Tensor, "normal_", count)):
+        built(tmp, **overrides)
+    return sum(counted)
 
 
 @pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in SHARDED[1:]])
@@ -320,7 +294,7 @@ def test_mechanisms_a_rank_draws_its_rows_of_the_one_model(ranks, world, strateg
 
 @case(*TRAFFIC.values(), *MORE_TRAFFIC.values())
 def case_collectives(tmp, **overrides):
-    """Counts by CommDebugMode, bytes by listening to torch.distributed; DDP's C++ by its hook."""
+    """Counts and bytes by listening to torch.distributed; DDP's C++ by its hook."""
     run = built(tmp, gradient_accumulation_steps=3 * dist.get_world_size(), **overrides)
     buckets = []
     if run.cfg.strategy == "ddp":
@@ -329,18 +303,12 @@ def case_collectives(tmp, **overrides):
             return allreduce_hook(group, bucket)
         run.wrapped.register_comm_hook(None, hook)
     steps(run)  # the first step sets things up
-    with CommDebugMode() as comm:  # one micro-batch
-        fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=True)
-        run.wrapped(*run.batches.get(1, 0)[:2])[1].backward()
-    run.optimizer.zero_grad()
-
     with training.heard() as traffic:
         steps(run, first=1)
     buckets.clear()
     steps(run, first=2)
-    counts = {str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()}
     formula = [[*key, n] for key, n in formulas.traffic(run.model, run.cfg, run.world).items()]
-    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets)
+    return dict(formula=formula, traffic=traffic, buckets=buckets)
 
 
 @pytest.mark.parametrize("strategy, grad_sync, option", [t for t in TRAFFIC if mode(t[0]).sharded])
@@ -362,9 +330,6 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
     names = [name for name, *_ in r["traffic"]]
     assert names.count("all_gather") == 1 + gathered * times  # the root once a step
     assert names.count("reduce_scatter") == trained * sync
-    if option != "frozen":  # PyTorch's own count of one micro-batch
-        assert r["counts"]["_allgather_base_"] == 1 + gathered
-        assert r["counts"]["_reduce_scatter_base_"] == trained
 
     dtypes = {dtype for kind, _, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
     assert dtypes == {"torch.bfloat16" if option == "reduce" else "torch.float32"}
@@ -455,10 +420,10 @@ def test_mechanisms_blocks_are_prefetched_and_offloaded(ranks):
 
 
 # -----------------------------------------------------------------------------
-# precision, evaluation, clipping
+# precision, clipping
 
 
-OVERFLOWS = {f"fp16-{strategy}": dict(strategy=strategy) for strategy in AT_TWO}
+OVERFLOWS = {f"fp16-{keys['strategy']}": keys for world, keys in STRATEGIES if world == 2}
 OVERFLOWS["fp16-half"] = dict(ZERO3, cpu_offload=0.5)
 OVERFLOWS["fp16-offloaded"] = dict(ZERO3, cpu_offload=1.0)
 
@@ -484,9 +449,7 @@ def case_overflow(tmp, **overrides):
     scale.append(scaler.scale)
     moved = [n for n in weights if rank == 0 and not torch.equal(weights[n], skipped[n])]
     unmoved = [n for n in weights if rank == 0 and torch.equal(skipped[n], later[n])]
-    masters = {str(p.dtype) for p in run.model.parameters()}
-    return dict(scale=scale, loss=loss, norm=norm, moved=moved, unmoved=unmoved,
-                masters=[*masters], before=before)
+    return dict(scale=scale, loss=loss, norm=norm, moved=moved, unmoved=unmoved, before=before)
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
@@ -494,34 +457,10 @@ def test_precision_float16_overflow_skips_the_step_on_all_ranks(ranks, name):
     zero, one = values(ranks(2), name)
     assert zero["scale"] == [1024.0, 512.0, 512.0]
     assert one["scale"][1] < 3e38 and one["scale"][2] == 512.0
-    assert (zero["moved"], zero["unmoved"], zero["masters"]) == ([], [], ["torch.float32"])
+    assert zero["moved"] == zero["unmoved"] == []
     assert math.isfinite(zero["loss"]) and 0.1 < zero["norm"] < 2  # without the scale
     # The skipped step's loss is divided by the scale that it had, not by the next step's.
     assert zero["before"] == pytest.approx(zero["loss"], rel=0.1)
-
-
-@case(*((2, f"eval-{strategy}", dict(strategy=strategy)) for strategy in AT_TWO))
-def case_evaluation(tmp, strategy):
-    """Training with and without an evaluation between any two steps."""
-    weights, losses = [], []
-    for evaluate in (False, True):
-        run = built(tmp, strategy=strategy, dropout=0.1, batch_size=2)
-        for step in range(3):
-            if evaluate:
-                losses.append(train.evaluate(run.wrapped, run.batches, run.cfg, run.world))
-            steps(run, first=step)
-        weights.append(whole(run))
-    without, with_ = weights
-    changed = [n for n in without if run.world.rank == 0 and not torch.equal(without[n], with_[n])]
-    return dict(changed=changed, first=losses[0])
-
-
-@pytest.mark.parametrize("strategy", AT_TWO)
-def test_evaluation_changes_nothing_and_agrees_between_modes(tmp, ranks, strategy):
-    """test_train.py has its number, of plain PyTorch."""
-    r = values(ranks(2), f"eval-{strategy}")
-    assert r[0]["changed"] == [] and r[0]["first"] == r[1]["first"]
-    assert r[0]["first"] == pytest.approx(case_evaluation(tmp, "single")["first"], rel=1e-6)
 
 
 @case((2, "clip-part", {}))

@@ -106,10 +106,6 @@ def distance(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def gradients(model):
-    return [p.grad for p in model.parameters() if p.requires_grad]
-
-
 def assert_exact(model, plain, loss=square, limit=1e-6):
     """The sharded model's gradients are the mean of the plain one's over the ranks' inputs."""
     backward(model, loss)

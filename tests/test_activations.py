@@ -75,13 +75,6 @@ def test_activations_selective_runs_only_the_cheap_parts_again(dtype, bias, prod
     assert full & activations.PRODUCTS == {getattr(torch.ops.aten, name) for name in products}
 
 
-def test_activations_selective_keeps_what_every_kernel_of_attention_returns():
-    """Which one PyTorch takes depends on the GPU and the type."""
-    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    ops = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in names}
-    assert ops <= activations.PRODUCTS
-
-
 def backward(dtype, *how):
     """A step of a GPT with dropout whose blocks are checkpointed so: (its gradients, the blocks'
     inputs, what went through save_on_cpu)."""

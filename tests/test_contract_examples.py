@@ -32,7 +32,7 @@ FILES = {
     "masked": python_of("tests", "masked.py"), "hybrid": python_of("tests", "hybrid.py")}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["smallest", "masked", "hybrid"])
 def test_contract_holds_for_good_files(tmp, models, name):
     (models / f"{name}.py").write_text(FILES[name])
     contract.assert_kept(tmp, name)
@@ -50,22 +50,8 @@ def test_contract_holds_for_a_hybrid_on_two_ranks(tmp, models):
 # What the smallest file has, where mistakes are put in.
 STEP = "x = x + torch.tanh(block(x))"
 LOSS = "cross_entropy(logits, targets)"
-INIT = "        C = config.width\n"
 EMBEDDING = "        self.embedding = nn.Embedding(config.vocab_size, C)\n"
 HEAD = "        self.head = "
-BLOCK = "nn.Linear(C, C) for"
-
-SEEN = INIT + """\
-        self.register_buffer("seen", torch.zeros(1, device="cpu"), persistent=False)
-"""
-OBJECT = """class Block(nn.Linear):
-    def forward(self, x):
-        answer = lambda: super().forward(x)
-        answer.y = super().forward(x)
-        return answer
-
-
-@dataclass"""
 GRU = """class Block(nn.GRUCell):
     def forward(self, x):
         return super().forward(x.flatten(0, 1)).view_as(x)
@@ -80,39 +66,16 @@ MISTAKES = {  # name: (file, its check or build, what that says, what the file h
         "smallest", "parameters", "embedding.weight.*from seed and name",
         "normal(shape, 0.02, key=(seed, name))", "torch.randn(shape)"),
     "all alike": ("smallest", "parameters", "blocks.1.weight begins as", "seed, name)", "seed, 1)"),
-    "no seed": ("smallest", "parameters", "from its seed", "seed, name)", "name,)"),
-    "no value": (
-        "gpt", "parameters", "gate.weight has no initial value",
-        "        self.mlp =", "        self.gate = nn.Linear(C, C)\n        self.mlp ="),
-    "trained and not saved": (
-        "smallest", "parameters", "head.weight is not saved: freeze",
-        INIT, INIT + '        self.not_saved = ["head.weight"]\n'),
-    "no numbers": ("gpt", "loss", "nan", "torch.ones(shape)", "torch.ones(shape) / 0"),
-    "a buffer on meta": (
-        "smallest", "parameters", "seen gets no values", INIT, SEEN.replace(', device="cpu"', "")),
-    "a buffer that is saved": (
-        "smallest", "parameters", "seen: use persistent", INIT, SEEN.replace("=False", "=True")),
-    "a buffer that changes": (
-        "smallest", "state", "'seen'", INIT, SEEN, STEP, f"{STEP}; self.seen += 1"),
     "a parameter that changes": (
         "smallest", "state", "'head.weight'", STEP, f"{STEP}; self.head.weight.data.mul_(0.99999)"),
     "a number that grows": (
         "smallest", "state", "keep no state", STEP,
         f"{STEP} * (n := getattr(self, 'n', 1)); self.n = n + 1"),
-    "blocks backwards": (
-        "smallest", "order", "in the order of Model.blocks",
-        "in self.blocks", "in self.blocks[::-1]"),
-    "no hooks": ("smallest", "order", r"as block\(x\)", "block(x)", "block.forward(x)"),
     "left out at random": (
         "smallest", "order", "call each block once", STEP, f"if torch.rand(()) < 0.5: {STEP}"),
     "registered late": (
         "smallest", "order", "register modules", EMBEDDING, "", HEAD, EMBEDDING + HEAD),
-    "other logits": ("smallest", "loss", r"\[3, 67, 16\]", "detach()", "detach().mT"),
-    "all logits": ("smallest", "loss", "of the last position", "x[:, [-1]]", "x"),
     "a sum": ("smallest", "loss", "must be the mean", LOSS, LOSS.replace("s)", "s, 'sum')")),
-    "shifted twice": (
-        "smallest", "loss", "shifted already", LOSS,
-        "cross_entropy(logits[:, :-1].contiguous(), targets[:, 1:])"),
     "a large term": ("smallest", "loss", "in training", LOSS, f"{LOSS} * (1 + 2 * self.training)"),
     "a later token": ("smallest", "causality", "a later", "block(x)", "block(x).mean(1, True)"),
     "another row": ("smallest", "causality", "mixes the rows", "block(x)", "block(x + x.mean(0))"),
@@ -124,33 +87,20 @@ MISTAKES = {  # name: (file, its check or build, what that says, what the file h
         f"{STEP}; x = x + torch.arange(idx.size(1))[:, None]"),
     "a cache from 0 on": ("gpt", "generation", "with a cache", "else cache[0].length", "else 0"),
     "a tensor on meta": (
-        "smallest", "single", "device meta", INIT, f"{INIT}        self.t = torch.ones(C)\n",
+        "smallest", "single", "device meta", HEAD, f"        self.t = torch.ones(C)\n{HEAD}",
         STEP, f"{STEP} * self.t"),
     "another unit's weight": (
         "smallest", "full_shard", "mixed torch.Tensor and DTensor",
         "logits = self.head(x)", "logits = self.head(x) + x @ self.embedding.weight.T"),
-    "one weight in two units": (
-        "smallest", "full_shard", "shared with|blocks.1.weight",
-        HEAD, f"        self.blocks[1].weight = self.blocks[0].weight\n{HEAD}"),
-    "no tensors from a block": (
-        "smallest", "full_shard", "storage", "@dataclass", OBJECT,
-        BLOCK, "Block(C, C) for", "block(x)", "block(x).y"),
     "products changed in place": (
-        "smallest", "selective", "is off by", "@dataclass", GRU, BLOCK, "Block(C, C) for"),
+        "smallest", "selective", "is off by", "@dataclass", GRU,
+        "nn.Linear(C, C) for", "Block(C, C) for"),
     "another head_loss": (
         "gpt", "loss_chunks", "Expected", "(targets != -1).sum()", "targets.numel()"),
-    "a table in fp32": ("smallest", "bfloat16", "dtype", STEP, f"{STEP}; x = x @ torch.eye(64)"),
     "a loss in bf16": (
         "smallest", "bfloat16", r"logits.float\(\)", LOSS,
         "nn.functional.cross_entropy(logits.mT, targets, ignore_index=-1).float()"),
-    "both sides": (
-        "masked", "causality", "causal = False", "    causal = False\n", "",
-        "self.config.hidden\n", "self.config.hidden * self.training\n"),
     "noise": ("masked", "state", "unless self.training", "    causal = False\n", ""),
-    "Python's numbers": (
-        "masked", "state", "in evaluation too", "import torch\n", "import random\nimport torch\n",
-        "torch.rand(idx.shape, device=idx.device) <",
-        "(torch.rand(idx.shape) if self.training else random.random() + 0 * idx) <"),
     "rows without targets": (
         "masked", "causality", "rows whose targets are all -1", "hidden & counts", "hidden"),
 }

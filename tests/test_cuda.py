@@ -35,8 +35,6 @@ CUDA = torch.device("cuda", 0)
 SINGLE = dict(strategy="single")
 DDP = dict(strategy="ddp")
 SHARD = dict(strategy="full_shard")
-HYBRID = dict(strategy="hybrid_shard", shard_group_size=2)
-ZERO1 = dict(strategy="shard_grad_op", grad_sync="last")
 RECOMPUTED = dict(activation_checkpointing="full", activation_offload=True)
 # Heads of 16: cuDNN's attention, which H100s prefer, takes no 16-bit heads but multiples of 8.
 BF16 = dict(dtype="bfloat16", n_embd=48)
@@ -48,7 +46,7 @@ MODES = {  # name: (ranks, keys)
     "float16": (1, dict(SINGLE, **FP16)),
     "ddp": (2, DDP),
     "full_shard": (2, SHARD),
-    "shard_grad_op last": (2, ZERO1),
+    "shard_grad_op last": (2, dict(strategy="shard_grad_op", grad_sync="last")),
     # Adam divides by a gradient's size: only beside its eps does it show who has been clipped.
     "half offloaded": (2, dict(SHARD, cpu_offload=0.5, grad_clip=1e-5)),
     "all offloaded": (2, dict(SHARD, cpu_offload=1.0, **RECOMPUTED)),
@@ -56,10 +54,9 @@ MODES = {  # name: (ranks, keys)
     "bfloat16": (2, dict(SHARD, **BF16)),
     "float16 ddp": (2, dict(DDP, **FP16)),
     "ddp compiled": (4, dict(DDP, compile=True)),
-    "hybrid": (4, HYBRID),
+    "hybrid": (4, dict(strategy="hybrid_shard", shard_group_size=2)),
     "hpZ": (4, dict(SHARD, reshard_group_size=2)),
 }
-OF_FOUR = [name for name, (world, _) in MODES.items() if world == 4]
 
 
 def case_training(tmp, name, **keys):
@@ -78,17 +75,6 @@ def trainings(tmp, device, runs):
             for name, keys in runs.items()}
 
 
-def same(tmp, results, name, dtype="float32", **keys):
-    """The losses, and in fp32 the gradients' norms, of plain PyTorch on a CPU. keys: the run's."""
-    rows = values(results, name)[0]
-    theirs = {key: keys[key] for key in ("n_embd", "grad_clip") if key in keys}
-    losses, norms, *_ = plain_training(tiny(tmp, **theirs))
-    exact = dtype == "float32"
-    assert [loss for loss, _ in rows] == pytest.approx(losses, rel=2e-5 if exact else 5e-3)
-    if exact:
-        assert [norm for _, norm in rows] == pytest.approx(norms, rel=2e-5)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp):
     """trained(ranks): what each of the modes on so many returned, and an overflow on two."""
@@ -104,11 +90,18 @@ def trained(tmp):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow) if name in OF_FOUR else name for name in MODES])
+    pytest.param(name, marks=pytest.mark.slow) if world == 4 else name
+    for name, (world, _) in MODES.items()])
 def test_cuda_trains_as_a_cpu_does(tmp, trained, name):
-    """5 steps."""
+    """5 steps: the losses, and in fp32 the gradients' norms, of plain PyTorch on a CPU."""
     world, keys = MODES[name]
-    same(tmp, trained(world), name, **keys)
+    rows = values(trained(world), name)[0]
+    theirs = {key: keys[key] for key in ("n_embd", "grad_clip") if key in keys}
+    losses, norms, *_ = plain_training(tiny(tmp, **theirs))
+    exact = "dtype" not in keys
+    assert [loss for loss, _ in rows] == pytest.approx(losses, rel=2e-5 if exact else 5e-3)
+    if exact:
+        assert [norm for _, norm in rows] == pytest.approx(norms, rel=2e-5)
 
 
 def test_cuda_float16_overflow_on_one_rank_skips_the_step_on_both(trained):

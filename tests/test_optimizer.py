@@ -6,7 +6,6 @@ its parameters. AdamW's numbers are tested in test_fsdp.py.
 """
 
 import itertools
-import math
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -39,41 +38,26 @@ def test_optimizer_groups_are_nanogpts(tmp):
     assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
 
 
-def test_optimizer_schedule_of_the_learning_rate(tmp):
-    """Warm-up over 2 steps, cosine to step 20, then min_lr."""
-    cfg = tiny(tmp, learning_rate=1e-3, min_lr=1e-4, warmup_iters=2, lr_decay_iters=20)
-    expected = {
-        0: 1e-3 / 3,  # the first step learns too
-        1: 2e-3 / 3,
-        2: 1e-3,
-        5: 1e-4 + 9e-4 * (2 + math.sqrt(3)) / 4,  # cos(pi / 6)
-        11: 5.5e-4,  # half-way
-        14: 1e-4 + 9e-4 / 4,  # cos(2 pi / 3)
-        20: 1e-4,
-        1000: 1e-4,
-    }
-    assert {step: learning_rate_at(step, cfg) for step in expected} == pytest.approx(expected)
-    # without a cosine: from the last step of the warm-up on it is min_lr
-    steep = replace(cfg, lr_decay_iters=2)
-    assert [learning_rate_at(step, steep) for step in (1, 2, 3)] == [2e-3 / 3, 1e-4, 1e-4]
-    constant = tiny(tmp, learning_rate=1e-3, decay_lr=False)
-    assert [learning_rate_at(step, constant) for step in (0, 11, 1000)] == [1e-3] * 3
-
-
 @pytest.mark.parametrize("lr_schedule, expected", [
     # of 100 steps, after a warm-up over 2; from 0 to 1 of the way from min_lr
+    ("cosine", {2: 1.0, 51: 0.5, 100: 0.0, 1000: 0.0}),
     ("linear", {2: 1.0, 51: 0.5, 76: 24 / 98, 99: 1 / 98, 100: 0.0, 1000: 0.0}),
     ("wsd", {2: 1.0, 80: 1.0, 85: 0.75, 90: 0.5, 99: 0.05, 100: 0.0, 1000: 0.0}),
     ("constant", {2: 1.0, 80: 1.0, 99: 1.0, 100: 1.0, 1000: 1.0}),
 ])
-def test_optimizer_other_schedules(tmp, lr_schedule, expected):
+def test_optimizer_schedules_of_the_learning_rate(tmp, lr_schedule, expected):
+    """More of the cosine is in the RATES of training.py, which test_fsdp.py's runs have."""
     keys = dict(learning_rate=1e-3, min_lr=1e-4, warmup_iters=2, lr_decay_iters=100)
     cfg = tiny(tmp, lr_schedule=lr_schedule, **keys)
+    # the first step learns too
     assert learning_rate_at(0, cfg) == 1e-3 / 3 and learning_rate_at(1, cfg) == 2e-3 / 3
     rates = {step: learning_rate_at(step, cfg) for step in expected}
     assert rates == pytest.approx({n: 1e-4 + 9e-4 * share for n, share in expected.items()})
+    # if it ends with the warm-up, no step decays
+    assert learning_rate_at(2, replace(cfg, lr_decay_iters=2)) == rates[1000]
     # decay_lr=False is nanoGPT's, whatever the schedule is: constant from the first step on
-    assert learning_rate_at(0, replace(cfg, decay_lr=False)) == 1e-3
+    constant = replace(cfg, decay_lr=False)
+    assert [learning_rate_at(step, constant) for step in (0, 1000)] == [1e-3] * 2
 
 
 def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import on_ranks, refused, values
+from harness import refused
 from torch.nn import functional as F
 from training import TINY, built, losses, plain_gpt, read_ckpt, run_training, started, steps, tiny
 
@@ -32,67 +32,18 @@ from configurator import Keys, load_config
 from data.loader import Batches
 from ranks import StopSignal, World
 
-SHORT = dict(gradient_accumulation_steps=8, max_iters=3, eval_interval=3)
-DROPOUT = dict(dropout=0.2, seed=7)
-
-
-@pytest.fixture(scope="module")
-def at_two(tmp):
-    """The results of all that runs on two ranks."""
-    cases = {name: (case_losses, dict(tmp=tmp, name=f"two-{name}", strategy=name, **DROPOUT))
-             for name in ("ddp", "full_shard")}
-    cases["autocast"] = case_autocast, dict(tmp=tmp)
-    return on_ranks(2, cases)
-
-
 # -----------------------------------------------------------------------------
 # options
 
 
-def case_autocast(tmp):
-    """Is autocast on in a block's forward, in training and evaluation; and its input's type."""
-    seen = []
-
-    def look(module, args):
-        seen.append([torch.is_autocast_enabled("cpu"), str(args[0].dtype)])
-
-    for strategy in ("ddp", "full_shard"):
-        run = built(tmp, strategy=strategy, dtype="bfloat16", gradient_accumulation_steps=2)
-        run.model.blocks[1].register_forward_pre_hook(look)
-        steps(run)
-        train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
-    return seen
-
-
-def test_option_autocast_is_for_ddp_alone(at_two):
-    """FSDP2's policy casts by itself; both together would cast the norms and the loss again."""
-    ddp, full_shard = [True, "torch.float32"], [False, "torch.bfloat16"]
-    for seen in values(at_two, "autocast"):
-        n = len(seen) // 2
-        assert n >= 3 and seen == [ddp] * n + [full_shard] * n
-
-
-def case_losses(tmp, name, **keys):
-    return [row["loss"] for row in run_training(tmp, name, **SHORT, **keys)]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
-def test_dropout_does_not_depend_on_the_world_size(tmp, at_two, strategy):
-    """Masks go by micro-batch, not by rank. (Without dropout: the parity in test_fsdp.py.)"""
-    expected = case_losses(tmp, f"one-{strategy}", strategy="single", **DROPOUT)
-    for mine in values(at_two, strategy):
-        assert mine == pytest.approx(expected, rel=1e-5)
-
-
-def test_seed_decides_weights_and_dropout(tmp):
-    weights, seeds = [], set()
-    for seed in (7, 1337):
-        with patch.object(torch, "manual_seed") as of_dropout:
-            case_losses(tmp, f"seed-{seed}", seed=seed)
-        seeds.update(call.args for call in of_dropout.call_args_list)
-        weights.append(read_ckpt(os.path.join(tmp, f"seed-{seed}"))["model"]["lm_head.weight"])
-    assert len(seeds) >= 2 * 3 * 8  # another for each seed, step and micro-batch
-    assert (weights[0] - weights[1]).norm() > weights[0].norm()
+def test_option_bfloat16_is_autocast_where_nothing_is_sharded(tmp):
+    """In training and evaluation. FSDP2's policy casts by itself: test_fsdp_functions.py."""
+    run, seen = built(tmp, dtype="bfloat16", gradient_accumulation_steps=2), []
+    run.model.blocks[1].register_forward_pre_hook(
+        lambda *args: seen.append(torch.is_autocast_enabled("cpu")))
+    steps(run)
+    train.evaluate(run.wrapped, run.batches, run.cfg, run.world)
+    assert len(seen) > 2 and all(seen)
 
 
 def test_option_dropout_is_on_where_gpt2_has_it():
@@ -110,13 +61,6 @@ def test_option_dropout_is_on_where_gpt2_has_it():
             rates = [call.args[1] * all(call.args[2:3]) for call in plain.call_args_list]
             rates += [call.kwargs["dropout_p"] for call in fused.call_args_list]
             assert rates == [0.2 * training] * (1 + 3 * 3)
-
-
-def test_option_bfloat16_leaves_the_steps_numbers_in_fp32(tmp):
-    """As their digits show."""
-    for row in run_training(tmp, "in-bf16", dtype="bfloat16", **SHORT):
-        for key in ("loss", "grad_norm"):
-            assert torch.tensor(row[key]).bfloat16().item() != row[key]
 
 
 def test_option_frozen_parameters_may_have_half_the_memory(tmp):
