@@ -26,6 +26,7 @@ from harness import on_ranks, values
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from training import WAYS, plain_gpt, read_ckpt, run_training, steps, tiny, two_each
 
 import configurator
@@ -228,14 +229,27 @@ def case_mechanisms(tmp, **overrides):
     with patch.object(fsdp, "materialize", spy):
         run = built(tmp, **overrides)
     steps(run)
+    model, params = run.model, dict(run.model.named_parameters())
+    shard = run.cfg.shard_group_size or run.world.size
+    moments = []
+    for p in params.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = run.optimizer.state[p][key]
+            moments.append(isinstance(moment, DTensor) and local(moment).shape == local(p).shape)
 
     def gathered():
-        return [n for n, p in run.model.named_parameters() if not isinstance(p, DTensor)]
+        return [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
 
     with fsdp.inference(run.wrapped):
         run.wrapped(*run.batches.get(0, 0)[:2])
         inside = gathered()
     return dict(
+        blocks=all(isinstance(block, FSDPModule) for block in model.blocks),
+        dtensor=all(isinstance(p, DTensor) for p in params.values()),
+        rows=all(len(local(p)) <= -(-len(p) // shard) for p in params.values()),
+        moments=all(moments),
+        total=sum(local(p).numel() for p in params.values()),
+        tied=model.lm_head.weight is model.transformer.wte.weight,
         allocated=len(allocated),
         whole=[shape for shape, n in allocated if shape[0] > 1 and n >= math.prod(shape)],
         inside=inside, outside=gathered())
@@ -243,8 +257,11 @@ def case_mechanisms(tmp, **overrides):
 
 @pytest.mark.parametrize("world, strategy", [(w, keys["strategy"]) for w, keys in SHARDED])
 def test_mechanisms_of_sharding(ranks, world, strategy):
-    for r in values(ranks(world), f"mech-{strategy}"):
-        assert r["allocated"] and r["whole"] == r["outside"] == []
+    per_rank = values(ranks(world), f"mech-{strategy}")
+    for r in per_rank:
+        for key in ("blocks", "dtensor", "rows", "moments", "tied", "allocated"):
+            assert r[key], key
+        assert r["whole"] == r["outside"] == []
         root = ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight",
                 "transformer.ln_f.bias"]
         # by name, whatever configurator.py says of those that everybody knows
@@ -253,6 +270,8 @@ def test_mechanisms_of_sharding(ranks, world, strategy):
             assert len(r["inside"]) > len(root)  # ZeRO-2: blocks stay gathered after forward ...
         else:
             assert r["inside"] == root  # ... ZeRO-3: they are resharded, the root is not
+    total = sum(p.numel() for p in plain_gpt().parameters())
+    assert sum(r["total"] for r in per_rank) == total * world // 2  # four ranks hold two copies
 
 
 OPTIONS = {"plain": {}, "bf16": dict(dtype="bfloat16"), "reduce": dict(reduce_dtype="bfloat16"),
@@ -294,7 +313,7 @@ def test_mechanisms_a_rank_draws_its_rows_of_the_one_model(ranks, world, strateg
 
 @case(*TRAFFIC.values(), *MORE_TRAFFIC.values())
 def case_collectives(tmp, **overrides):
-    """Counts and bytes by listening to torch.distributed; DDP's C++ by its hook."""
+    """Counts by CommDebugMode, bytes by listening to torch.distributed; DDP's C++ by its hook."""
     run = built(tmp, gradient_accumulation_steps=3 * dist.get_world_size(), **overrides)
     buckets = []
     if run.cfg.strategy == "ddp":
@@ -303,12 +322,18 @@ def case_collectives(tmp, **overrides):
             return allreduce_hook(group, bucket)
         run.wrapped.register_comm_hook(None, hook)
     steps(run)  # the first step sets things up
+    with CommDebugMode() as comm:  # one micro-batch
+        fsdp.set_grad_sync(run.wrapped, is_last_micro_batch=True)
+        run.wrapped(*run.batches.get(1, 0)[:2])[1].backward()
+    run.optimizer.zero_grad()
+
     with training.heard() as traffic:
         steps(run, first=1)
     buckets.clear()
     steps(run, first=2)
+    counts = {str(op).split(".")[1]: n for op, n in comm.get_comm_counts().items()}
     formula = [[*key, n] for key, n in formulas.traffic(run.model, run.cfg, run.world).items()]
-    return dict(formula=formula, traffic=traffic, buckets=buckets)
+    return dict(formula=formula, counts=counts, traffic=traffic, buckets=buckets)
 
 
 @pytest.mark.parametrize("strategy, grad_sync, option", [t for t in TRAFFIC if mode(t[0]).sharded])
@@ -330,6 +355,9 @@ def test_mechanisms_collectives_match_the_table(ranks, strategy, grad_sync, opti
     names = [name for name, *_ in r["traffic"]]
     assert names.count("all_gather") == 1 + gathered * times  # the root once a step
     assert names.count("reduce_scatter") == trained * sync
+    if option != "frozen":  # PyTorch's own count of one micro-batch
+        assert r["counts"]["_allgather_base_"] == 1 + gathered
+        assert r["counts"]["_reduce_scatter_base_"] == trained
 
     dtypes = {dtype for kind, _, dtype, _ in r["traffic"] if kind == "reduce_scatter"}
     assert dtypes == {"torch.bfloat16" if option == "reduce" else "torch.float32"}
