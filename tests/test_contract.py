@@ -351,7 +351,6 @@ def runs_of(tmp, model, world):
     if "dropout" in configurator.keys_of(model):
         own.update(dropout=0.1)
     if world == 2:
-        cases["values"] = first_values, own
         cases["whole"] = run_training, dict(own, name=f"{model}-whole", max_iters=6)
     if world == 3:
         runs_of(tmp, model, 2)
@@ -359,12 +358,6 @@ def runs_of(tmp, model, world):
         part = dict(own, name=f"{model}-parts", checkpoint="sharded", init_from="auto")
         cases[f"until-{end}"] = run_training, dict(part, max_iters=end)
     return harness.on_ranks(world, cases)
-
-
-def first_values(tmp, model, **keys):
-    """{name: the sum of its parameter's first values}"""
-    named = plain_model(small(tmp, model, **keys)).named_parameters()
-    return {name: p.double().sum().item() for name, p in named}
 
 
 @functools.cache
@@ -403,11 +396,4 @@ def test_contract_resume(tmp, model):
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_contract_first_values(tmp, model):
-    """What initial_value returns is the same in other processes, where hash(name) is not."""
-    here = first_values(tmp, model, **KEYS)
-    assert values(runs_of(tmp, model, 2), "values") == [here, here]
-
-
-TRAIN = test_contract_modes, test_contract_resume, test_contract_first_values
+TRAIN = test_contract_modes, test_contract_resume

@@ -11,7 +11,6 @@ import pytest
 from test_contract import (  # noqa: F401  pytest finds them here
     pytest_generate_tests,
     small,
-    test_contract_first_values,
     test_contract_modes,
     test_contract_of_each_build,
     test_contract_of_the_file,
