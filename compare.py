@@ -67,8 +67,8 @@ class Compare:
         self.outputs = {}  # of this step so far: {name: fingerprint}
         for name, module in (outputs or {}).items():
             module.register_forward_hook(partial(self.add_output, name))
-        steps = json.loads(self.path.read_text()) if self.path.exists() else {}
-        self.steps = from_ranks(steps)[0]  # rank 0's: {step: {key: numbers}}
+        text = self.path.read_text() if self.path.exists() else ""
+        self.steps = json.loads(from_ranks(text)[0] or "{}")  # rank 0's: {step: {key: numbers}}
         self.is_first = not self.steps
 
     def __str__(self):
