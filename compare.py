@@ -233,7 +233,8 @@ def numbers_of(group):
     for key, value in group.items():
         values = value if isinstance(value, (tuple, list)) else [value]
         for i, number in enumerate(values):
-            if key != "params" and type(number) in (int, float, torch.Tensor):
+            is_switch = isinstance(number, bool)  # foreach, fused: ways to run the same step
+            if key != "params" and isinstance(number, (int, float, torch.Tensor)) and not is_switch:
                 yield f"{key}[{i}]" if values[1:] else key, float(number)
 
 
