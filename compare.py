@@ -139,6 +139,8 @@ class Compare:
         # A small weight is measured by all weights, and so on; and a loss, which may be 0, by 0.01.
         least = 0.01 if key == "loss" else 1e-3 * norms[kind]
         off = distance(a, b) / max(least, 1e-30, abs(b[0]))  # of NaN, least
+        if kind.startswith("group") or kind == "state step":  # not computed, so not rounded
+            return off, "" if off <= 1e-6 else f"{a[0]:g} instead of {b[0]:g}"
         wrong = f"off by {off:.1e}"
         if kind.startswith(("weight", "state")):
             off /= 10
@@ -152,8 +154,6 @@ class Compare:
             return off, "unmoved since the step before, unlike the other's"
         if off <= self.tolerance:
             return off, ""
-        if kind.startswith("group"):
-            return off, f"{a[0]:g} instead of {b[0]:g}"
         ratio = a[0] / max(b[0], 1e-30)
         if off < math.inf and distance(a, [ratio * x for x in b]) < 0.01 * distance(a, b):
             exact = float(f"{ratio:.5g}")  # tensors that share it differ by rounding
