@@ -50,7 +50,7 @@ class Compare:
     """path: the file of steps to compare with; the first run makes it.
     model: what was sharded, or what DDP's module is around.
     outputs: {name: module}, whose outputs (..., features) are compared too, so that a message
-        names the first unit that differs. If a module returns several tensors, the first. All but
+        names the first unit that differs. If a module returns several tensors, the first that is no scalar. All but
         the features add up, over micro-batches and ranks too.
     tolerance: how far numbers may be off, relative to a tensor's norm. Weights and optimizer state
         may be off by ten times as much, since their errors add up.
@@ -80,13 +80,13 @@ class Compare:
 
     @torch.compiler.disable
     def add_output(self, name, module, args, output):
-        output = next(filter(torch.is_tensor, leaves(output)))
+        tensors = [t for t in leaves(output) if torch.is_tensor(t) and t.dim()]
         # Not in an evaluation, nor in a backward that computes a forward again (PyTorch's own
         # checkpoint asks in this way; there is no public one), nor while a graph is recorded.
         in_backward = torch._C._current_graph_task_id() >= 0
-        is_recorded = output.is_cuda and torch.cuda.is_current_stream_capturing()
-        if torch.is_grad_enabled() and not in_backward and not is_recorded:
-            rows = plain(output).reshape(-1, output.shape[-1])
+        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if tensors and torch.is_grad_enabled() and not in_backward and not is_recorded:
+            rows = plain(tensors[0]).reshape(-1, tensors[0].shape[-1])
             part = fingerprint(rows.sum(dim=0))
             part[0] = rows.double().square().sum()
             self.outputs[name] = self.outputs.get(name, 0) + part
