@@ -134,7 +134,7 @@ class Compare:
         if key not in ours or key not in theirs:
             run = "this run" if key in ours else "the other run"
             # A step that is replayed calls no hooks, so it has no outputs.
-            return 0.0, "" if kind == "output" else f"only in {run}"
+            return 0.0, "" if kind.startswith("output") else f"only in {run}"
         a, b = ours[key], theirs[key]
         # A small weight is measured by all weights, and so on; and a loss, which may be 0, by 0.01.
         least = 0.01 if key == "loss" else 1e-3 * norms[kind]
