@@ -138,7 +138,8 @@ class Compare:
         a, b = ours[key], theirs[key]
         # A small weight is measured by all weights, and so on; and a loss, which may be 0, by 0.01.
         least = 0.01 if key == "loss" else 1e-3 * norms[kind]
-        off = distance(a, b) / max(least, 1e-30, abs(b[0]))  # of NaN, least
+        # The sum of an output's rows may be much larger than their norm.
+        off = distance(a, b) / max(least, 1e-30, *map(abs, b))  # of NaN, least
         if kind.startswith("group") or kind == "state step":  # not computed, so not rounded
             return off, "" if off <= 1e-6 else f"{a[0]:g} instead of {b[0]:g}"
         wrong = f"off by {off:.1e}"
