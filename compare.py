@@ -84,7 +84,7 @@ class Compare:
         # Not in an evaluation, nor in a backward that computes a forward again (PyTorch's own
         # checkpoint asks in this way; there is no public one), nor while a graph is recorded.
         in_backward = torch._C._current_graph_task_id() >= 0
-        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        is_recorded = any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
         if tensors and torch.is_grad_enabled() and not in_backward and not is_recorded:
             rows = plain(tensors[0]).reshape(-1, tensors[0].shape[-1])
             part = fingerprint(rows.sum(dim=0))
