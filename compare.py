@@ -352,14 +352,12 @@ def watch_unit(unit, name):
     """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
     given = []
 
-    def before_gather(unit, args, kwargs):
-        compare_ranks(f"forward of {name}")
-
     def before_forward(unit, args, kwargs):
-        given[:] = contents(args, kwargs)
+        given[:] = [*leaves(args), *leaves(kwargs)]
 
     def after_forward(unit, args, kwargs, output):
-        if list(map(id, contents(args, kwargs))) != list(map(id, given)):  # not the same objects
+        now = [*leaves(args), *leaves(kwargs)]
+        if [*map(id, now)] != [*map(id, given)]:  # not the same objects
             mistake = (f"{name} changed a list or dict that it was given. FSDP2 may pass a copy, "
                        "and then its caller does not see that: return the new object instead")
             compare_ranks(mistake)  # so that all ranks raise
@@ -376,14 +374,10 @@ def watch_unit(unit, name):
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     return [
-        unit.register_forward_pre_hook(before_gather, prepend=True, with_kwargs=True),
+        unit.register_forward_pre_hook(lambda *_: compare_ranks(f"forward of {name}"), prepend=True),
         unit.register_forward_pre_hook(before_forward, with_kwargs=True),
         unit.register_forward_hook(after_forward, prepend=True, with_kwargs=True),
     ]
-
-
-def contents(args, kwargs):
-    return [x for arg in (*args, *kwargs.values()) for x in leaves(arg)]
 
 
 def leaves(x):
