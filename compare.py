@@ -108,23 +108,21 @@ class Compare:
 
     def check(self, step, ours):
         """ValueError if a step's numbers are not those of the file, where it has the step."""
-        if step not in self.steps:
+        theirs = self.steps.get(step)
+        if not theirs:
             return
-        theirs = self.steps[step]
         norms = defaultdict(float)  # {kind: the norm of all its tensors}
         for key, b in theirs.items():
             if key.startswith(("weight", "gradient", "state")) and math.isfinite(b[0]):
                 norms[kind_of(key)] = math.hypot(norms[kind_of(key)], b[0])
-        worst = 0.0
+        differences = {key: self.difference(key, ours, theirs, norms) for key in theirs | ours}
         found = defaultdict(list)  # {(kind, how it is wrong): lines}
-        for key in theirs | ours:
-            off, wrong = self.difference(key, ours, theirs, norms)
-            worst = max(worst, off)
+        for key, (_, wrong) in differences.items():
             if wrong:
                 found[kind_of(key), wrong.split(" by ")[0]].append(f"{key} is {wrong}")
         if found:
             raise ValueError(self.message(step, found, ours | theirs))
-        self.before.append(worst)
+        self.before.append(max(off for off, _ in differences.values()))
         self.worst = max(self.before)
         self.last = ours, theirs
 
