@@ -164,13 +164,12 @@ class Compare:
         for (kind, wrong), lines in found.items():
             sizes = [n[0] for key, n in numbers.items() if kind_of(key) == kind]
             more_than_rounding = sum(size > 1e-6 * max(sizes) for size in sizes)
-            known = max(len(lines), more_than_rounding)
-            if len(lines) == known > 1 and wrong != "off":
-                lines = [f"all {known} {kind}s are {wrong}"]
+            if len(lines) >= max(2, more_than_rounding) and wrong != "off":
+                lines = [f"all {len(lines)} {kind}s are {wrong}"]
                 if kind == "gradient" and "times" in wrong:
                     lines[0] += ": a sum where DDP and FSDP2 average?"
             elif len(lines) > 1:
-                lines[0] += f", and {len(lines) - 1} more of {known} {kind}s"
+                lines[0] += f", and {len(lines) - 1} more of {len(sizes)} {kind}s"
             shown.append(lines[0])
         if shown[7:]:
             shown[7:] = [f"and {len(shown) - 7} more"]
