@@ -98,8 +98,7 @@ class Compare:
         ours = add_up(parts_of(self.model, optimizer, loss, scale, self.outputs))
         self.outputs.clear()
         if not self.is_first:
-            self.check(str(step), ours)
-            return
+            return self.check(str(step), ours)
         self.steps[str(step)] = ours
         if not dist.is_initialized() or dist.get_rank() == 0:
             new = Path(f"{self.path}.tmp")
