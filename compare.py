@@ -189,10 +189,9 @@ def kind_of(key):
 
 def distance(a, b):
     """0 if neither is finite, as float16's first gradients may be; infinite if one is not."""
-    are_finite = math.isfinite(a[0]), math.isfinite(b[0])
-    if all(are_finite):
+    if math.isfinite(a[0] - b[0]):
         return max(abs(x - y) for x, y in zip(a, b))
-    return math.inf if any(are_finite) else 0.0
+    return math.inf if math.isfinite(a[0]) or math.isfinite(b[0]) else 0.0
 
 
 # ---------- the numbers of a step ---------------------------------------------
