@@ -205,8 +205,7 @@ def parts_of(model, optimizer, loss, scale, outputs):
     named = dict(model.named_parameters())
     parts = {}
     for i, group in enumerate(optimizer.param_groups):
-        for name, number in numbers_of(group):
-            parts[f"group {i} {name}"] = [number], None
+        parts |= {f"group {i} {name}": ([x], None) for name, x in numbers_of(group)}
     parts |= {f"weight {name}": part_of(p, name) for name, p in named.items()}
     parts |= {f"buffer {name}": part_of(b, name) for name, b in model.named_buffers()}
     parts |= {f"output {name}": (part.tolist(), everyone) for name, part in outputs.items()}
