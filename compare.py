@@ -227,11 +227,10 @@ def numbers_of(group):
     betas, what else it keeps."""
     yield "numel", float(sum(p.numel() for p in group["params"]))
     for key, value in group.items():
-        values = value if isinstance(value, (tuple, list)) else [value]
-        for i, number in enumerate(values):
-            is_switch = isinstance(number, bool)  # foreach, fused: ways to run the same step
-            if key != "params" and isinstance(number, (int, float, torch.Tensor)) and not is_switch:
-                yield f"{key}[{i}]" if values[1:] else key, float(number)
+        numbers = [x for x in leaves(value) if isinstance(x, (int, float, torch.Tensor))]
+        for i, number in enumerate(numbers):
+            if key != "params" and not isinstance(number, bool):  # foreach, fused: only ways
+                yield f"{key}[{i}]" if numbers[1:] else key, float(number)
 
 
 def part_of(t, name):
