@@ -75,8 +75,7 @@ class Compare:
         if self.before:
             return f"{len(self.before)} steps are the same as in {self.path}, to {self.worst:.0e}"
         said = "run again to compare" if self.is_first else "no step was compared"
-        first = next(iter(self.steps), None)
-        return f"{said}: {self.path} has {len(self.steps)} steps, from {first} on"
+        return f"{said}: {self.path} has the steps {', '.join(self.steps)}"
 
     @torch.compiler.disable
     def add_output(self, name, module, args, output):
