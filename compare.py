@@ -249,12 +249,11 @@ def fingerprint(t, first_row=0):
     """(4,) float64: the sum of squares of a tensor's rows (dim 0), and their products with three
     waves over the tensor's flat index. Those of parts add up.
     first_row: where these rows begin in the whole tensor."""
-    t = plain(t)
-    rows = t.flatten(1) if t.dim() > 1 else t.reshape(-1, 1)
+    rows = torch.atleast_1d(plain(t))[..., None].flatten(1)
     n, width = rows.shape
-    angles = torch.tensor(WAVES, dtype=torch.float64, device=t.device)
-    starts = torch.outer((torch.arange(n, device=t.device) + first_row) * width, angles) + 1
-    columns = torch.outer(torch.arange(width, device=t.device), angles)
+    angles = torch.tensor(WAVES, dtype=torch.float64, device=rows.device)
+    starts = torch.outer((torch.arange(n, device=rows.device) + first_row) * width, angles) + 1
+    columns = torch.outer(torch.arange(width, device=rows.device), angles)
     # cos(start + column) from two small tables: much faster than a cosine an element.
     table = torch.cat([columns.cos(), columns.sin()], dim=1).to(rows.dtype)
     products = (rows @ table).double()  # (n, 6)
