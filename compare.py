@@ -264,9 +264,7 @@ def fingerprint(t, first_row=0):
 
 def plain(t):
     """t dense and real, in fp32 or float64."""
-    t = t.detach()
-    if t.device.type == "mps":  # it has no float64
-        t = t.cpu()
+    t = t.detach().cpu() if t.device.type == "mps" else t.detach()  # MPS has no float64
     if t.layout != torch.strided:
         t = t.to_sparse().coalesce()
         t = torch.cat([t.values().flatten(), t.indices().flatten()])
