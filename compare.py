@@ -318,10 +318,8 @@ def check_units(model):
     see: with a policy FSDP2 passes a copy, and without one too if a tensor in it needs a gradient
     (torch 2.9: if any argument does). Each comparison waits for all ranks, so use it for a few
     steps."""
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            hooks += watch_unit(module, name or "the root")
+    units = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    hooks = [hook for name, unit in units.items() for hook in watch_unit(unit, name or "the root")]
     try:
         yield
         compare_ranks("the end of check_units")  # another rank may run forward once more
