@@ -35,7 +35,6 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -280,7 +279,7 @@ def add_up(parts):
     they do not have the same."""
     of_ranks = from_ranks(parts)
     for rank, others in enumerate(of_ranks):
-        for a, b in zip_longest(of_ranks[0], others, fillvalue="nothing"):
+        for a, b in zip([*of_ranks[0], "nothing"], [*others, "nothing"]):
             if a != b:
                 raise ValueError(f"ranks differ: rank 0 has {a}, where rank {rank} has {b}")
     wholes = {}
