@@ -97,6 +97,8 @@ class Compare:
         self.outputs.clear()
         if not self.is_first:
             return self.check(str(step), ours)
+        if str(step) in self.steps:
+            raise ValueError(f"step {step} came twice: count on from epoch to epoch")
         self.steps[str(step)] = ours
         if not dist.is_initialized() or dist.get_rank() == 0:
             new = Path(f"{self.path}.tmp")
