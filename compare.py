@@ -49,8 +49,8 @@ class Compare:
     """path: the file of steps to compare with; the first run makes it.
     model: what was sharded, or what DDP's module is around.
     outputs: {name: module}, whose outputs (..., features) are compared too, so that a message
-        names the first unit that differs. If a module returns several tensors, the first that is no scalar. All but
-        the features add up, over micro-batches and ranks too.
+        names the first unit that differs. If a module returns several tensors, the first that is
+        no scalar. All but the features add up, over micro-batches and ranks too.
     tolerance: how far numbers may be off, relative to a tensor's norm. Weights and optimizer state
         may be off by ten times as much, since their errors add up.
     worst: the largest difference so far, of weights and state a tenth; NaN if no step was compared.
@@ -269,8 +269,7 @@ def plain(t):
     if t.layout != torch.strided:
         t = t.to_sparse().coalesce()
         t = torch.cat([t.values().flatten(), t.indices().flatten()])
-    if t.is_complex():
-        t = torch.view_as_real(t)
+    t = torch.view_as_real(t) if t.is_complex() else t
     # On GPUs in float64: TF32 would round fp32's products. On CPUs fp32 takes half the time.
     is_narrow = t.is_floating_point() and t.itemsize <= 4 and not t.is_cuda
     return t.to(torch.float32 if is_narrow else torch.float64)
@@ -340,6 +339,9 @@ def watch_unit(unit, name):
     """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
     given = []
 
+    def before_gather(*_):
+        compare_ranks(f"forward of {name}")
+
     def before_forward(unit, args, kwargs):
         given[:] = [*leaves(args), *leaves(kwargs)]
 
@@ -362,7 +364,7 @@ def watch_unit(unit, name):
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     return [
-        unit.register_forward_pre_hook(lambda *_: compare_ranks(f"forward of {name}"), prepend=True),
+        unit.register_forward_pre_hook(before_gather, prepend=True),
         unit.register_forward_pre_hook(before_forward, with_kwargs=True),
         unit.register_forward_hook(after_forward, prepend=True, with_kwargs=True),
     ]
