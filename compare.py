@@ -35,7 +35,6 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -50,8 +49,8 @@ class Compare:
     """path: the file of steps to compare with; the first run makes it.
     model: what was sharded, or what DDP's module is around.
     outputs: {name: module}, whose outputs (..., features) are compared too, so that a message
-        names the first unit that differs. If a module returns several tensors, the first. All but
-        the features add up, over micro-batches and ranks too.
+        names the first unit that differs. If a module returns several tensors, the first that is
+        no scalar. All but the features add up, over micro-batches and ranks too.
     tolerance: how far numbers may be off, relative to a tensor's norm. Weights and optimizer state
         may be off by ten times as much, since their errors add up.
     worst: the largest difference so far, of weights and state a tenth; NaN if no step was compared.
@@ -67,26 +66,25 @@ class Compare:
         self.outputs = {}  # of this step so far: {name: fingerprint}
         for name, module in (outputs or {}).items():
             module.register_forward_hook(partial(self.add_output, name))
-        steps = json.loads(self.path.read_text()) if self.path.exists() else {}
-        self.steps = from_ranks(steps)[0]  # rank 0's: {step: {key: numbers}}
+        text = self.path.read_text() if self.path.exists() else ""
+        self.steps = json.loads(from_ranks(text)[0] or "{}")  # rank 0's: {step: {key: numbers}}
         self.is_first = not self.steps
 
     def __str__(self):
         if self.before:
             return f"{len(self.before)} steps are the same as in {self.path}, to {self.worst:.0e}"
         said = "run again to compare" if self.is_first else "no step was compared"
-        first = next(iter(self.steps), None)
-        return f"{said}: {self.path} has {len(self.steps)} steps, from {first} on"
+        return f"{said}: {self.path} has the steps {', '.join(self.steps)}"
 
     @torch.compiler.disable
     def add_output(self, name, module, args, output):
-        output = next(filter(torch.is_tensor, leaves(output)))
+        tensors = [t for t in leaves(output) if torch.is_tensor(t) and t.dim()]
         # Not in an evaluation, nor in a backward that computes a forward again (PyTorch's own
         # checkpoint asks in this way; there is no public one), nor while a graph is recorded.
         in_backward = torch._C._current_graph_task_id() >= 0
-        is_recorded = output.is_cuda and torch.cuda.is_current_stream_capturing()
-        if torch.is_grad_enabled() and not in_backward and not is_recorded:
-            rows = plain(output).reshape(-1, output.shape[-1])
+        is_recorded = any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
+        if tensors and torch.is_grad_enabled() and not in_backward and not is_recorded:
+            rows = plain(tensors[0]).reshape(-1, tensors[0].shape[-1])
             part = fingerprint(rows.sum(dim=0))
             part[0] = rows.double().square().sum()
             self.outputs[name] = self.outputs.get(name, 0) + part
@@ -98,8 +96,9 @@ class Compare:
         ours = add_up(parts_of(self.model, optimizer, loss, scale, self.outputs))
         self.outputs.clear()
         if not self.is_first:
-            self.check(str(step), ours)
-            return
+            return self.check(str(step), ours)
+        if str(step) in self.steps:
+            raise ValueError(f"step {step} came twice: count on from epoch to epoch")
         self.steps[str(step)] = ours
         if not dist.is_initialized() or dist.get_rank() == 0:
             new = Path(f"{self.path}.tmp")
@@ -108,23 +107,21 @@ class Compare:
 
     def check(self, step, ours):
         """ValueError if a step's numbers are not those of the file, where it has the step."""
-        if step not in self.steps:
+        theirs = self.steps.get(step)
+        if not theirs:
             return
-        theirs = self.steps[step]
         norms = defaultdict(float)  # {kind: the norm of all its tensors}
         for key, b in theirs.items():
             if key.startswith(("weight", "gradient", "state")) and math.isfinite(b[0]):
                 norms[kind_of(key)] = math.hypot(norms[kind_of(key)], b[0])
-        worst = 0.0
+        differences = {key: self.difference(key, ours, theirs, norms) for key in theirs | ours}
         found = defaultdict(list)  # {(kind, how it is wrong): lines}
-        for key in theirs | ours:
-            off, wrong = self.difference(key, ours, theirs, norms)
-            worst = max(worst, off)
+        for key, (_, wrong) in differences.items():
             if wrong:
                 found[kind_of(key), wrong.split(" by ")[0]].append(f"{key} is {wrong}")
         if found:
             raise ValueError(self.message(step, found, ours | theirs))
-        self.before.append(worst)
+        self.before.append(max(off for off, _ in differences.values()))
         self.worst = max(self.before)
         self.last = ours, theirs
 
@@ -134,11 +131,14 @@ class Compare:
         if key not in ours or key not in theirs:
             run = "this run" if key in ours else "the other run"
             # A step that is replayed calls no hooks, so it has no outputs.
-            return 0.0, "" if kind == "output" else f"only in {run}"
+            return 0.0, "" if kind.startswith("output") else f"only in {run}"
         a, b = ours[key], theirs[key]
         # A small weight is measured by all weights, and so on; and a loss, which may be 0, by 0.01.
         least = 0.01 if key == "loss" else 1e-3 * norms[kind]
-        off = distance(a, b) / max(least, 1e-30, abs(b[0]))  # of NaN, least
+        # The sum of an output's rows may be much larger than their norm.
+        off = distance(a, b) / max(least, 1e-30, *map(abs, b))  # of NaN, least
+        if kind.startswith("group") or kind == "state step":  # not computed, so not rounded
+            return off, "" if off <= 1e-6 else f"{a[0]:g} instead of {b[0]:g}"
         wrong = f"off by {off:.1e}"
         if kind.startswith(("weight", "state")):
             off /= 10
@@ -152,8 +152,6 @@ class Compare:
             return off, "unmoved since the step before, unlike the other's"
         if off <= self.tolerance:
             return off, ""
-        if kind.startswith("group"):
-            return off, f"{a[0]:g} instead of {b[0]:g}"
         ratio = a[0] / max(b[0], 1e-30)
         if off < math.inf and distance(a, [ratio * x for x in b]) < 0.01 * distance(a, b):
             exact = float(f"{ratio:.5g}")  # tensors that share it differ by rounding
@@ -165,13 +163,12 @@ class Compare:
         for (kind, wrong), lines in found.items():
             sizes = [n[0] for key, n in numbers.items() if kind_of(key) == kind]
             more_than_rounding = sum(size > 1e-6 * max(sizes) for size in sizes)
-            known = max(len(lines), more_than_rounding)
-            if len(lines) == known > 1 and wrong != "off":
-                lines = [f"all {known} {kind}s are {wrong}"]
+            if len(lines) >= max(2, more_than_rounding) and wrong != "off":
+                lines = [f"all {len(lines)} {kind}s are {wrong}"]
                 if kind == "gradient" and "times" in wrong:
                     lines[0] += ": a sum where DDP and FSDP2 average?"
             elif len(lines) > 1:
-                lines[0] += f", and {len(lines) - 1} more of {known} {kind}s"
+                lines[0] += f", and {len(lines) - 1} more of {len(sizes)} {kind}s"
             shown.append(lines[0])
         if shown[7:]:
             shown[7:] = [f"and {len(shown) - 7} more"]
@@ -192,10 +189,9 @@ def kind_of(key):
 
 def distance(a, b):
     """0 if neither is finite, as float16's first gradients may be; infinite if one is not."""
-    are_finite = math.isfinite(a[0]), math.isfinite(b[0])
-    if all(are_finite):
+    if math.isfinite(a[0] - b[0]):
         return max(abs(x - y) for x, y in zip(a, b))
-    return math.inf if any(are_finite) else 0.0
+    return math.inf if math.isfinite(a[0]) or math.isfinite(b[0]) else 0.0
 
 
 # ---------- the numbers of a step ---------------------------------------------
@@ -209,8 +205,7 @@ def parts_of(model, optimizer, loss, scale, outputs):
     named = dict(model.named_parameters())
     parts = {}
     for i, group in enumerate(optimizer.param_groups):
-        for name, number in numbers_of(group):
-            parts[f"group {i} {name}"] = [number], None
+        parts |= {f"group {i} {name}": ([x], None) for name, x in numbers_of(group)}
     parts |= {f"weight {name}": part_of(p, name) for name, p in named.items()}
     parts |= {f"buffer {name}": part_of(b, name) for name, b in model.named_buffers()}
     parts |= {f"output {name}": (part.tolist(), everyone) for name, part in outputs.items()}
@@ -223,7 +218,8 @@ def parts_of(model, optimizer, loss, scale, outputs):
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
                 parts[f"state {key} {name}"] = part_of(torch.as_tensor(value), name)
-    return parts
+    # torch.compile's wrapper is no part of a name.
+    return {key.replace("_orig_mod.", ""): part for key, part in parts.items()}
 
 
 def numbers_of(group):
@@ -231,10 +227,10 @@ def numbers_of(group):
     betas, what else it keeps."""
     yield "numel", float(sum(p.numel() for p in group["params"]))
     for key, value in group.items():
-        values = value if isinstance(value, (tuple, list)) else [value]
-        for i, number in enumerate(values):
-            if key != "params" and type(number) in (int, float, torch.Tensor):
-                yield f"{key}[{i}]" if values[1:] else key, float(number)
+        numbers = [x for x in leaves(value) if isinstance(x, (int, float, torch.Tensor))]
+        for i, number in enumerate(numbers):
+            if key != "params" and not isinstance(number, bool):  # foreach, fused: only ways
+                yield f"{key}[{i}]" if numbers[1:] else key, float(number)
 
 
 def part_of(t, name):
@@ -254,12 +250,11 @@ def fingerprint(t, first_row=0):
     """(4,) float64: the sum of squares of a tensor's rows (dim 0), and their products with three
     waves over the tensor's flat index. Those of parts add up.
     first_row: where these rows begin in the whole tensor."""
-    t = plain(t)
-    rows = t.flatten(1) if t.dim() > 1 else t.reshape(-1, 1)
+    rows = torch.atleast_1d(plain(t))[..., None].flatten(1)
     n, width = rows.shape
-    angles = torch.tensor(WAVES, dtype=torch.float64, device=t.device)
-    starts = torch.outer((torch.arange(n, device=t.device) + first_row) * width, angles) + 1
-    columns = torch.outer(torch.arange(width, device=t.device), angles)
+    angles = torch.tensor(WAVES, dtype=torch.float64, device=rows.device)
+    starts = torch.outer((torch.arange(n, device=rows.device) + first_row) * width, angles) + 1
+    columns = torch.outer(torch.arange(width, device=rows.device), angles)
     # cos(start + column) from two small tables: much faster than a cosine an element.
     table = torch.cat([columns.cos(), columns.sin()], dim=1).to(rows.dtype)
     products = (rows @ table).double()  # (n, 6)
@@ -270,14 +265,11 @@ def fingerprint(t, first_row=0):
 
 def plain(t):
     """t dense and real, in fp32 or float64."""
-    t = t.detach()
-    if t.device.type == "mps":  # it has no float64
-        t = t.cpu()
+    t = t.detach().cpu() if t.device.type == "mps" else t.detach()  # MPS has no float64
     if t.layout != torch.strided:
         t = t.to_sparse().coalesce()
         t = torch.cat([t.values().flatten(), t.indices().flatten()])
-    if t.is_complex():
-        t = torch.view_as_real(t)
+    t = torch.view_as_real(t) if t.is_complex() else t
     # On GPUs in float64: TF32 would round fp32's products. On CPUs fp32 takes half the time.
     is_narrow = t.is_floating_point() and t.itemsize <= 4 and not t.is_cuda
     return t.to(torch.float32 if is_narrow else torch.float64)
@@ -288,7 +280,7 @@ def add_up(parts):
     they do not have the same."""
     of_ranks = from_ranks(parts)
     for rank, others in enumerate(of_ranks):
-        for a, b in zip_longest(of_ranks[0], others, fillvalue="nothing"):
+        for a, b in zip([*of_ranks[0], "nothing"], [*others, "nothing"]):
             if a != b:
                 raise ValueError(f"ranks differ: rank 0 has {a}, where rank {rank} has {b}")
     wholes = {}
@@ -326,10 +318,8 @@ def check_units(model):
     see: with a policy FSDP2 passes a copy, and without one too if a tensor in it needs a gradient
     (torch 2.9: if any argument does). Each comparison waits for all ranks, so use it for a few
     steps."""
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            hooks += watch_unit(module, name or "the root")
+    units = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    hooks = [hook for name, unit in units.items() for hook in watch_unit(unit, name or "the root")]
     try:
         yield
         compare_ranks("the end of check_units")  # another rank may run forward once more
@@ -349,14 +339,15 @@ def watch_unit(unit, name):
     """The hooks of `check_units` on a unit. Those that compare run before FSDP2's."""
     given = []
 
-    def before_gather(unit, args, kwargs):
+    def before_gather(*_):
         compare_ranks(f"forward of {name}")
 
     def before_forward(unit, args, kwargs):
-        given[:] = contents(args, kwargs)
+        given[:] = [*leaves(args), *leaves(kwargs)]
 
     def after_forward(unit, args, kwargs, output):
-        if list(map(id, contents(args, kwargs))) != list(map(id, given)):  # not the same objects
+        now = [*leaves(args), *leaves(kwargs)]
+        if [*map(id, now)] != [*map(id, given)]:  # not the same objects
             mistake = (f"{name} changed a list or dict that it was given. FSDP2 may pass a copy, "
                        "and then its caller does not see that: return the new object instead")
             compare_ranks(mistake)  # so that all ranks raise
@@ -373,14 +364,10 @@ def watch_unit(unit, name):
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     return [
-        unit.register_forward_pre_hook(before_gather, prepend=True, with_kwargs=True),
+        unit.register_forward_pre_hook(before_gather, prepend=True),
         unit.register_forward_pre_hook(before_forward, with_kwargs=True),
         unit.register_forward_hook(after_forward, prepend=True, with_kwargs=True),
     ]
-
-
-def contents(args, kwargs):
-    return [x for arg in (*args, *kwargs.values()) for x in leaves(arg)]
 
 
 def leaves(x):
