@@ -182,21 +182,45 @@ def test_rounding_that_grows_is_said(tmp):
         amplifying(path, 0.1234567 + 3e-8)
 
 
+def one_weight(path, gradients, lr=1e-9, **options):
+    """Steps of a weight of 1, which hardly moves."""
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    compared = compare.Compare(path, model, **options)
+    for step, gradient in gradients.items():
+        model.weight.grad = torch.full((1, 1), gradient)
+        compared.step(step, optimizer, 1.0)
+
+
 def test_gradients_that_jump_alone_are_said(tmp):
-    path = f"{tmp}/kink.json"
-    for turned in (0.0, 2e-4):
-        model = nn.Linear(1, 1, bias=False)
-        model.weight.data.fill_(1.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-        compared = compare.Compare(path, model)
-        model.weight.grad = torch.ones(1, 1)
-        compared.step(0, optimizer, 1.0)
-        model.weight.grad += turned
-        if turned:
-            with pytest.raises(ValueError, match="is 1.0002 times .*\n.*\n  only gradients: round"):
-                compared.step(1, optimizer, 1.0)
-        else:
-            compared.step(1, optimizer, 1.0)
+    one_weight(f"{tmp}/kink.json", {0: 1.0, 1: 1.0})
+    with pytest.raises(ValueError, match="1.0002 times .*\n.*\n  only gradients: rounding"):
+        one_weight(f"{tmp}/kink.json", {0: 1.0, 1: 1.0002})
+
+
+def test_rates_are_the_same_whatever_the_tolerance(tmp):
+    one_weight(f"{tmp}/rates.json", {0: 1.0})
+    with pytest.raises(ValueError, match="group 0 lr is 1.04e-09 instead of 1e-09"):
+        one_weight(f"{tmp}/rates.json", {0: 1.04}, lr=1.04e-9, tolerance=0.05)
+
+
+def case_file_of_one_rank(path):
+    """Only rank 0 has it, and it is empty. Then it sees a number of a step again."""
+    if dist.get_rank() == 0:
+        open(path, "w").close()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    compared = compare.Compare(f"{path}{'' if dist.get_rank() == 0 else 'x'}", model)
+    compared.step(5, optimizer, 0.0)
+    with pytest.raises(ValueError, match="step 5 came twice"):
+        compared.step(5, optimizer, 0.0)
+
+
+def test_what_ranks_read_is_rank_0s(tmp):
+    seen = {"": (case_file_of_one_rank, dict(path=f"{tmp}/of one.json"))}
+    values(on_ranks(2, seen), "")
 
 
 def test_two_files(tmp):
