@@ -184,8 +184,8 @@ class Compare:
 
 
 def kind_of(key):
-    """"state exp_avg" of "state exp_avg head.weight"."""
-    return key.rpartition(" ")[0]
+    """"state exp_avg" of "state exp_avg head.weight". A group's numbers are of a kind each."""
+    return key if key.startswith("group") else key.rpartition(" ")[0]
 
 
 def distance(a, b):
