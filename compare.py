@@ -384,9 +384,11 @@ def leaves(x):
 
 
 if __name__ == "__main__":
-    sys.tracebacklimit = 0  # a ValueError is a line
     first, second = (json.loads(Path(path).read_text()) for path in sys.argv[1:])
     compare = Compare(sys.argv[2], torch.nn.Module())
-    for step, numbers in first.items():
-        compare.check(step, numbers)
+    try:
+        for step, numbers in first.items():
+            compare.check(step, numbers)
+    except ValueError as e:
+        sys.exit(f"{e}")
     print(compare)
