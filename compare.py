@@ -384,11 +384,11 @@ def leaves(x):
 
 
 if __name__ == "__main__":
-    first, second = (json.loads(Path(path).read_text()) for path in sys.argv[1:])
-    compare = Compare(sys.argv[2], torch.nn.Module())
     try:
+        first, _ = (json.loads(Path(path).read_text()) for path in sys.argv[1:])
+        compare = Compare(sys.argv[2], torch.nn.Module())
         for step, numbers in first.items():
             compare.check(step, numbers)
-    except ValueError as e:
-        sys.exit(f"{e}")
+    except (OSError, ValueError) as e:
+        sys.exit(str(e))
     print(compare)
