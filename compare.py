@@ -79,13 +79,13 @@ class Compare:
 
     @torch.compiler.disable
     def add_output(self, name, module, args, output):
-        tensors = [t for t in leaves(output) if torch.is_tensor(t) and t.dim()]
+        output = next(t for t in leaves(output) if torch.is_tensor(t) and t.dim())
         # Not in an evaluation, nor in a backward that computes a forward again (PyTorch's own
         # checkpoint asks in this way; there is no public one), nor while a graph is recorded.
         in_backward = torch._C._current_graph_task_id() >= 0
-        is_recorded = any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
-        if tensors and torch.is_grad_enabled() and not in_backward and not is_recorded:
-            rows = plain(tensors[0]).reshape(-1, tensors[0].shape[-1])
+        is_recorded = output.is_cuda and torch.cuda.is_current_stream_capturing()
+        if torch.is_grad_enabled() and not in_backward and not is_recorded:
+            rows = plain(output).reshape(-1, output.shape[-1])
             part = fingerprint(rows.sum(dim=0))
             part[0] = rows.double().square().sum()
             self.outputs[name] = self.outputs.get(name, 0) + part
@@ -97,7 +97,8 @@ class Compare:
         ours = add_up(parts_of(self.model, optimizer, loss, scale, self.outputs))
         self.outputs.clear()
         if not self.is_first:
-            return self.check(str(step), ours)
+            self.check(str(step), ours)
+            return
         if str(step) in self.steps:
             raise ValueError(f"step {step} came twice: count on from epoch to epoch")
         self.steps[str(step)] = ours
@@ -136,9 +137,11 @@ class Compare:
         a, b = ours[key], theirs[key]
         # A small weight is measured by all weights, and so on; and a loss, which may be 0, by 0.01.
         least = 0.01 if key == "loss" else 1e-3 * norms[kind]
-        # The sum of an output's rows may be much larger than their norm.
-        off = distance(a, b) / max(least, 1e-30, *map(abs, b))  # of NaN, least
-        if kind.startswith("group") or kind == "state step":  # the same in bf16 too
+        # All of b, since the sum of an output's rows may be much larger than their norm. NaN must
+        # not come first: max would keep it.
+        off = distance(a, b) / max(least, 1e-30, *map(abs, b))
+        # Nothing rounds a rate or a count, so the tolerance of bf16 is not theirs.
+        if kind.startswith("group") or kind == "state step":
             return off, "" if off <= 1e-4 else f"{a[0]:g} instead of {b[0]:g}"
         wrong = f"off by {off:.1e}"
         if kind.startswith(("weight", "state")):
@@ -228,10 +231,12 @@ def numbers_of(group):
     betas, what else it keeps."""
     yield "numel", float(sum(p.numel() for p in group["params"]))
     for key, value in group.items():
-        numbers = [x for x in leaves(value) if isinstance(x, (int, float, torch.Tensor))]
-        for i, number in enumerate(numbers):
-            if key != "params" and not isinstance(number, bool):  # foreach, fused: only ways
-                yield f"{key}[{i}]" if numbers[1:] else key, float(number)
+        values = value if isinstance(value, (tuple, list)) else [value]
+        for i, number in enumerate(values):
+            is_switch = isinstance(number, bool)  # such as foreach: another way to the same step
+            is_number = isinstance(number, (int, float, torch.Tensor)) and not is_switch
+            if key != "params" and is_number:
+                yield f"{key}[{i}]" if values[1:] else key, float(number)
 
 
 def part_of(t, name):

@@ -37,6 +37,13 @@ class Block(nn.Module):
         return x + h * getattr(self.down.weight, "mark", 1.0)
 
 
+class Gate(nn.Module):
+    """It returns a scalar first."""
+
+    def forward(self, x):
+        return x.mean(), x
+
+
 class Words(nn.Module):
     """With buffers of all kinds, and a parameter of one row."""
 
@@ -45,6 +52,7 @@ class Words(nn.Module):
         self.mistake = mistake
         self.emb = nn.Embedding(11, 10)
         self.blocks = nn.ModuleList(Block(mistake) for _ in range(3))
+        self.gate = Gate()
         self.head = nn.Linear(10, 11, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
         self.shift = nn.Parameter(torch.zeros(1))  # softmax does not see it: its gradient is noise
@@ -67,7 +75,7 @@ class Words(nn.Module):
         return x
 
     def forward(self, tokens):
-        x = self.emb(tokens) * self.scale
+        _, x = self.gate(self.emb(tokens) * self.scale)
         aux = []
         if self.mistake or not dist.is_initialized():
             x = self.stack(x, aux)
@@ -121,7 +129,10 @@ def train(path, mistake="", first=0, last=6):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         optimizer.zero_grad()
     own_losses = [math.inf]
-    compared = compare.Compare(path, model, dict(model.blocks.named_children()))
+    outputs = dict(model.blocks.named_children())
+    if not is_sharded:
+        outputs["of one run"] = model.gate
+    compared = compare.Compare(path, model, outputs)
     for step in range(first, last):
         tokens = torch.randint(11, (12, 6), generator=torch.Generator().manual_seed(step))
         mine = tokens[:12 // size] if mistake == "one batch for all ranks" else tokens[rank::size]

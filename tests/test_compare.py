@@ -12,6 +12,7 @@ import os
 import re
 from contextlib import redirect_stdout
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,10 +183,11 @@ def test_rounding_that_grows_is_said(tmp):
         amplifying(path, 0.1234567 + 3e-8)
 
 
-def one_weight(path, gradients, lr=1e-9, **options):
+def one_weight(path, gradients, lr=1e-9, is_compiled=False, **options):
     """Steps of a weight of 1, which hardly moves."""
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(1.0)
+    model = torch.compile(model, backend="eager") if is_compiled else model  # other names
     optimizer = torch.optim.SGD([dict(params=[model.weight], initial_lr=lr)], lr=lr)
     compared = compare.Compare(path, model, **options)
     for step, gradient in gradients.items():
@@ -196,13 +198,13 @@ def one_weight(path, gradients, lr=1e-9, **options):
 def test_gradients_that_jump_alone_are_said(tmp):
     one_weight(f"{tmp}/kink.json", {0: 1.0, 1: 1.0})
     with pytest.raises(ValueError, match="1.0002 times .*\n.*\n  only gradients: rounding"):
-        one_weight(f"{tmp}/kink.json", {0: 1.0, 1: 1.0002})
+        one_weight(f"{tmp}/kink.json", {0: 1.0, 1: 1.0002}, is_compiled=True)
 
 
 def test_rates_are_the_same_whatever_the_tolerance(tmp):
     one_weight(f"{tmp}/rates.json", {0: 1.0})
     with pytest.raises(ValueError, match="lr is 1.04e-09 instead of 1e-09\n  group 0 .*lr is 1"):
-        one_weight(f"{tmp}/rates.json", {0: 1.04}, lr=1.04e-9, tolerance=0.05)
+        one_weight(f"{tmp}/rates.json", {0: 1.04}, lr=np.float64(1.04e-9), tolerance=0.05)
 
 
 def case_file_of_one_rank(path):
