@@ -208,16 +208,22 @@ def test_rates_are_the_same_whatever_the_tolerance(tmp):
 
 
 def case_file_of_one_rank(path):
-    """Only rank 0 has it, and it is empty. Then it sees a number of a step again."""
+    """Only rank 0 has it, first empty. A step's number that comes again is refused."""
     if dist.get_rank() == 0:
         open(path, "w").close()
+    else:
+        path += " of another node"
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    compared = compare.Compare(f"{path}{'' if dist.get_rank() == 0 else 'x'}", model)
+    compared = compare.Compare(path, model)
     compared.step(5, optimizer, 0.0)
     with pytest.raises(ValueError, match="step 5 came twice"):
         compared.step(5, optimizer, 0.0)
+    dist.barrier()  # rank 0 has written it
+    again = compare.Compare(path, model)
+    again.step(5, optimizer, 0.0)
+    assert again.worst == 0
 
 
 def test_what_ranks_read_is_rank_0s(tmp):
