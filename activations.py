@@ -23,8 +23,8 @@ def checkpoint_activations(
     """Save fewer activations; backward recomputes the rest while the block is gathered.
 
     blocks: leave out any that update buffers in forward, like BatchNorm: forward runs twice.
-    mode: "full" keeps each block's input; "selective" the outputs of its matrix products
-        and attention too; "none" changes nothing.
+    mode: "full" keeps each block's input; "selective" the outputs of its matrix products,
+        convolutions and attention too; "none" changes nothing.
     offload_to_host: keep the inputs in host memory (with "full"). pin_memory: True for a GPU.
     """
     if mode not in ("none", "selective", "full"):
@@ -49,7 +49,8 @@ def checkpointed(block, forward, options, *args, **kwargs):
     tensors = (*args, *kwargs.values(), *block.parameters())
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, **options, **kwargs)
+    # `partial`, since checkpoint() would keep a keyword like debug= or early_stop= for itself.
+    return checkpoint(partial(forward, **kwargs), *args, **options)
 
 
 # "selective" keeps the results of these, but not of baddbmm: those are the T x T scores of
@@ -58,6 +59,7 @@ PRODUCTS = {
     torch.ops.aten.mm,
     torch.ops.aten.addmm,
     torch.ops.aten.bmm,
+    torch.ops.aten.convolution,
     torch.ops.aten._scaled_mm,  # float8
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -84,5 +86,10 @@ def compile_blocks(blocks):
 
     dynamic=False: shapes don't change during a run. Otherwise a second model in the same process,
     with other sizes, would be compiled with dynamic shapes."""
-    for block in dict.fromkeys(blocks):
+    blocks = dict.fromkeys(blocks)
+    # All blocks of a class share one code object, and so its limit of 8 graphs. Let it grow with
+    # them, or the ninth different block would not be compiled.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 8 * len(blocks))
+    for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=False)

@@ -67,7 +67,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -127,6 +127,10 @@ def shard(
         ahead in backward, and in forward as soon as the CPU gets there, usually ahead of the GPU.
     """
     units = list(units)
+    for unit in units:
+        parts = {unit} if isinstance(unit, torch.nn.Module) else {*unit}
+        if not parts <= {*model.modules()}:
+            raise ValueError(f"a unit that is not inside the model: {unit}")
     # An embedding's backward does not read its table. (A subclass's, a parametrization's or that
     # of a hook might.)
     plain = [unit for unit in units if type(unit) is torch.nn.Embedding]
@@ -228,6 +232,7 @@ def prefetch(model, units, n):
     # Registration order, which we assume is forward order. Nearest first.
     ordered = [module for module in model.modules() if module in first]
     for i, unit in enumerate(ordered):
+        unit.is_prefetched = True  # for `inference`
         unit.set_modules_to_forward_prefetch(ordered[i + 1:i + 1 + n])
         unit.set_modules_to_backward_prefetch(ordered[max(0, i - n):i][::-1])
 
@@ -379,22 +384,36 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
 @contextmanager
 def inference(wrapped, training: bool = False):
     """Evaluate or generate inside: eval mode (or training mode), no gradients. On exit no unit
-    stays gathered, and each module's train() is called with its previous mode. All ranks must run
-    the same forwards, since a forward gathers. (With reshard_after_forward=n each rank keeps its
-    1/n of every unit, in param_dtype, until the next backward.)"""
+    stays gathered, after an exception neither, and each module's train() is called with its
+    previous mode. All ranks must run the same forwards, since a forward gathers; with
+    prefetch_units the exit does too. (With reshard_after_forward=n each rank keeps its 1/n of
+    every unit, in param_dtype, until the next backward.)"""
     modes = {module: module.training for module in wrapped.modules()}
+    units = [module for module in modes if isinstance(module, FSDPModule)][::-1]  # inner first
     wrapped.train(training)
     try:
         # Leave any inference_mode: the next backward couldn't use copies gathered in it.
         with torch.inference_mode(False), torch.no_grad():
             yield
+    except BaseException:
+        for unit in units:
+            unit.reshard()
+            if not all(isinstance(p, DTensor) for p in unit.parameters()):
+                # It was raised in this unit's forward. Then reshard obeys reshard_after_forward.
+                unit.set_reshard_after_forward(True, recurse=False)
+                unit.reshard()
+                unit.set_reshard_after_forward(False, recurse=False)
+        raise
     finally:
         for module, mode in modes.items():
             module.train(mode)  # a model may have its own, and do more; outer modules come first
-            if isinstance(module, FSDPModule):
-                # A forward without backward leaves the root gathered (with ZeRO-2, every unit),
-                # and the next optimizer step would not update that copy.
-                module.reshard()
+        for unit in units:
+            # A forward without backward leaves the root gathered (with ZeRO-2, every unit), and
+            # the next optimizer step would not update that copy. One that was prefetched and did
+            # not run would use its copy later: take it now.
+            if hasattr(unit, "is_prefetched"):
+                unit.unshard()
+            unit.reshard()
 
 
 # ---------- whole tensors, out and in, one at a time --------------------------
@@ -404,8 +423,9 @@ def gather_full(t):
     """All of t in rank 0's host memory, None on the other ranks (collective). Unlike with
     t.full_tensor(), only rank 0 ends up with all of it, and it takes half the time.
     t: cut by rows in the mesh's last dimension, as `shard` does it; or a plain tensor. (So call it
-    before forward or after backward: a gathered root has plain copies, in param_dtype.)"""
-    t = t.detach()
+    before forward or after backward: a gathered root has plain copies, in param_dtype.)
+    ValueError if it is cut in another way."""
+    t = cut_by_rows(t.detach())
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if not isinstance(t, DTensor):
         return t.to("cpu", copy=True) if is_rank0 else None
@@ -428,12 +448,21 @@ def gather_full(t):
     return whole[:len(t)].cpu()
 
 
+def cut_by_rows(t):
+    """t; ValueError if it is a DTensor that is cut in another way."""
+    if isinstance(t, DTensor):
+        by_rows = (*[Replicate()] * (t.device_mesh.ndim - 1), Shard(0))
+        if str(t.placements) != str(by_rows):  # in torch 2.9 Shard(0) equals _StridedShard(0)
+            raise ValueError(f"not cut by rows alone, but as {t.placements}: use t.full_tensor()")
+    return t
+
+
 def write_full(t, full):
     """Set t from its full value, which every rank has; a DTensor takes its rows. Unlike
     distribute_tensor it doesn't need all rows: `full` may be anything that returns rows a to b as
     full[a:b]. On the last ranks b, or both, may be past the end.
-    t: cut as for gather_full. ValueError if full has another shape."""
-    t = t.detach()
+    t: cut as for gather_full. ValueError if it isn't, or if full has another shape."""
+    t = cut_by_rows(t.detach())
     if getattr(full, "shape", t.shape) != t.shape:
         raise ValueError(f"a value of shape {tuple(full.shape)}, for one of {tuple(t.shape)}")
     if not isinstance(t, DTensor):

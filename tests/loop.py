@@ -173,8 +173,12 @@ def train(path, mistake="", first=0, last=6):
                 model.depth = 2 if mistake else 3
                 for p in model.parameters():
                     p.mul_(2)  # other weights, as an average is
-                with fsdp.inference(model):
+                if mistake and is_sharded:  # what `inference` does, but for what is prefetched
                     call(x)
+                    model.reshard()
+                else:
+                    with fsdp.inference(model):
+                        call(x)
                 for p in model.parameters():
                     p.mul_(0.5)
                 model.depth = 3

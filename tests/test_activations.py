@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import plain_gpt
@@ -51,23 +52,29 @@ def test_activations_only_one_chunk_of_logits_exists():
 # activation_checkpointing, activation_offload
 
 
+class Listen(TorchDispatchMode):
+    """With Listen() as ran: a Counter of the operators that run inside."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.ran = Counter()
+        return self.ran
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ran[op.overloadpacket] += 1
+        return op(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("dtype, bias, products", [
     (torch.float32, True, ["addmm", "_scaled_dot_product_flash_attention_for_cpu"]),
     (torch.bfloat16, False, ["mm", "bmm"])])  # attention is written out
 def test_activations_selective_runs_only_the_cheap_parts_again(dtype, bias, products):
     """Such as GELU; full runs matrix products and attention again too."""
     idx, ran = torch.arange(32).view(2, 16), {}
-
-    class Listen(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            ran[mode][op.overloadpacket] += 1
-            return op(*args, **(kwargs or {}))
-
     for mode in ("none", "selective", "full"):
-        ran[mode] = Counter()
         gpt = plain_gpt(bias=bias)
         activations.checkpoint_activations(gpt.blocks, mode)
-        with Listen(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with Listen() as ran[mode], torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             gpt(idx, idx)[1].backward()
     selective, full = (set(ran[mode] - ran["none"]) for mode in ("selective", "full"))
     assert torch.ops.aten.gelu in selective & full
@@ -125,3 +132,28 @@ def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix
     idx = torch.arange(32).view(2, 16)
     gpt(idx, idx)[1].backward()
     assert ran == {0: 1, 1: 2, 2: 2}
+
+
+class Block(nn.Module):
+    """It keeps what checkpoint() calls by the same names, and has a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 1)
+
+    def forward(self, x, **kwargs):
+        return self.conv(x).exp() * sum(kwargs.values())
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activations_keywords_reach_the_block_and_convolutions_are_kept(mode):
+    block = Block()
+    keywords = dict(scale=1, debug=2, early_stop=4, preserve_rng_state=8, context_fn=16)
+    x = torch.randn(1, 8, 4, requires_grad=True)
+    expected = block(x, **keywords)
+    activations.checkpoint_activations([block], mode)
+    with Listen() as ran:
+        y = block(x, **keywords)
+        y.sum().backward()
+    assert torch.equal(y, expected)
+    assert ran[torch.ops.aten.convolution] == (1 if mode == "selective" else 2)

@@ -6,12 +6,15 @@ torch.compile compiles what it is asked to: graphs are counted, whatever else a 
 """
 
 import pytest
+import torch
 from harness import on_ranks, values
 from nets import FILLS_IN
 from torch._dynamo.utils import counters
 from training import built, no_compiler, steps
 
+import activations
 import train
+from model import MLP, GPTConfig
 
 SELECTIVE = dict(activation_checkpointing="selective")
 FULL = dict(activation_checkpointing="full", loss_chunks=3)
@@ -25,7 +28,7 @@ CASES = {
     "evaluates": dict(**ZERO3, evaluates=True, batch_size=4),
     "bf16": dict(**ZERO3, dtype="bfloat16", loss_chunks=3),
     "frozen full": dict(**ZERO3, **FULL, freeze=r"wte|wpe|h\.0", n_layer=3),
-    # more blocks than the 8 times that dynamo compiles a function again
+    # more blocks than the 8 graphs that dynamo by itself keeps of a function
     "deep": dict(**ZERO3, **FULL, n_layer=9)}
 
 
@@ -67,7 +70,17 @@ def test_compile_one_graph_for_all_blocks_and_one_for_the_loss(results, name):
         # Of blocks: a frozen one, the first one that trains, one whose input needs a gradient.
         kinds = 3 if "freeze" in keys else 1
         if not FILLS_IN and "activation_checkpointing" in keys:
-            kinds = min(keys.get("n_layer", 2), 8)  # torch 2.9: each that is recomputed, up to 8
+            kinds = keys.get("n_layer", 2)  # torch 2.9: each that is recomputed
         assert graphs[0] == kinds + 1 and breaks == 0
     else:
         assert graphs[0] == 1  # the whole model
+
+
+def test_compile_every_one_of_many_different_blocks():
+    with no_compiler():
+        counters.clear()
+        blocks = [MLP(GPTConfig(n_embd=4 * i, n_head=1)) for i in range(1, 13)]
+        activations.compile_blocks(blocks)
+        for block in blocks:
+            block(torch.ones(1, block.c_fc.in_features))
+        assert counters["stats"]["unique_graphs"] == len(blocks)

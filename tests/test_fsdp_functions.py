@@ -20,7 +20,9 @@ import torch.distributed as dist
 from harness import HERE, python
 from nets import Net, assert_exact, backward, cases, distance, fill, inputs, says, sharded, square
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import plain_gpt
 
@@ -256,6 +258,23 @@ def case_a_value_of_another_shape():
                 fsdp.write_full(t, torch.zeros(shape))
 
 
+def case_what_is_not_cut_by_rows_is_refused():
+    weight = sharded(Net()).head.weight.detach()
+    strided = DTensor.from_local(
+        weight.to_local(), weight.device_mesh, [_StridedShard(0, split_factor=2)])
+    for t in (strided, weight.square().sum(0, keepdim=True)):
+        with says(f"as {t.placements}: use t.full_tensor()"):
+            fsdp.gather_full(t)
+        with says(f"as {t.placements}: use t.full_tensor()"):
+            fsdp.write_full(t, torch.zeros(t.shape))
+
+
+def case_units_of_another_model_are_refused():
+    for units in (Net().blocks, [[*Net().blocks]]):
+        with says("a unit that is not inside the model"):
+            sharded(Net(), units)
+
+
 def test_allocate_keeps_values_ties_and_marks():
     model = Net(nets.Normed)
     state = {name: t.clone() for name, t in model.state_dict().items()}
@@ -318,6 +337,20 @@ def case_inference_leaves_nothing_gathered():
             outputs.append(model(inputs(0)))
         weight.data.mul_(2)  # this rank's rows, as an average of the student's
     assert distance(outputs[:1], outputs[1:]) > 0.1
+    for options in (dict(), dict(reshard_after_forward=False), dict(prefetch_units=2)):
+        model, plain = sharded(nets.Skips(), **options), nets.Skips()
+        for skipped in (1, 2):  # while it may have been prefetched
+            model.skipped = skipped
+            with fsdp.inference(model):
+                model(inputs(0))
+        model.skipped = None
+        with pytest.raises(ZeroDivisionError), fsdp.inference(model):
+            hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            model(inputs(0))
+        hook.remove()
+        for p in (*model.parameters(), *plain.parameters()):
+            p.data.mul_(2)  # of this rank's rows
+        assert_exact(model, plain)
 
 
 def test_inference_leaves_each_module_in_its_mode():
