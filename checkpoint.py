@@ -119,11 +119,10 @@ def load(source, model, optimizer, world):
 
 def load_changed_numbers(source, optimizer):
     """Set the numbers that the optimizer itself had changed in its groups since it was made, such
-    as Prodigy's d or a count. The run's keys say what lr and weight_decay are now."""
-    made_with = source.header.get("defaults", {})
+    as Prodigy's d or a count. But if it was made with another number, that one is today's word."""
     for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
-        for key, default in made_with.items():
-            if key not in ("lr", "weight_decay") and saved.get(key, default) != default:
+        for key, made in saved.get("made", {}).items():
+            if saved[key] != made == group["made"].get(key):
                 group[key] = saved[key]
 
 

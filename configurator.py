@@ -323,7 +323,11 @@ def conflicts(cfg, size, distributed):
     mode = cfg.activation_checkpointing
     # wrap_min_params may put units inside a part that is recomputed.
     inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
-    return [
+    least = dict(batch_size=1, eval_interval=1, eval_iters=1, log_interval=1, save_interval=0,
+                 keep_checkpoints=0, seed=0, grad_clip=0)
+    too_small = [(getattr(cfg, key) < n, f"{key}={getattr(cfg, key)} must be {n} or more")
+                 for key, n in least.items()]
+    return too_small + [
         (single and size > 1, "strategy=single: start one process, python train.py"),
         (not single and not distributed,
          f"strategy={cfg.strategy}: start it with torchrun --standalone --nproc_per_node=2"),
@@ -331,7 +335,6 @@ def conflicts(cfg, size, distributed):
          f"gradient_accumulation_steps={micro_batches} must be a multiple of {size}, all ranks"),
         (not 0 <= cfg.cpu_offload <= 1,
          f"cpu_offload={cfg.cpu_offload} must be a fraction of the blocks, from 0 to 1"),
-        (cfg.grad_clip < 0, f"grad_clip={cfg.grad_clip} would turn gradients around"),
         (cfg.decay_lr and cfg.lr_schedule != "constant" and cfg.min_lr > cfg.learning_rate,
          f"min_lr={cfg.min_lr} is above learning_rate={cfg.learning_rate}"),
         (cfg.shard_group_size and not in_groups,

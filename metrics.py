@@ -71,7 +71,7 @@ def flops_per_token(model, world):
     try:
         with FlopCounterMode(display=False) as counter:
             _, loss = model(idx, idx)
-            loss.backward()
+            loss.sum().backward()
     except Exception as e:  # a shape or a branch depends on values, which meta lacks
         print0(world, f"mfu n/a: the model does not run on the meta device ({e})")
         return 0
@@ -93,7 +93,9 @@ def describe(cfg, model, optimizer, batches, source, world):
     tokens = tokens_per_step(cfg)
     parameters = f"{numel / 1e6:.2f}M parameters, {trained / numel:.0%} of them train"
     ranks = f"strategy {cfg.strategy}, {world.size} x {world.device.type}, {cfg.dtype}"
-    yield f"{parameters}, {ranks}, {tokens:,} tokens per step, context {cfg.sizes.block_size:,}"
+    yield f"{parameters}, {ranks}, vocabulary {cfg.sizes.vocab_size:,}"
+    own = f"{cfg.gradient_accumulation_steps // world.size} x {cfg.batch_size} sequences"
+    yield f"{tokens:,} tokens per step: {own} of {cfg.sizes.block_size:,} on each rank"
     names = {p: name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", names[p]) for p in group["params"])
@@ -151,8 +153,7 @@ class Log:
             iter=step,
             time=now,  # Unix seconds
             tokens=(step + 1) * tokens,
-            # JSON has no infinity.
-            **{name: n if math.isfinite(n) else None for name, n in numbers.items()},
+            **numbers,
             lr=optimizer.param_groups[0]["lr"],  # the first group's
             loss_scale=scaler.scale,
             time_ms=seconds * 1000,
@@ -162,6 +163,8 @@ class Log:
             peak_memory=peak_memory(self.world.device),
         )
         loss, *others = [f"{name} {number:.4f}" for name, number in numbers.items()]
+        if scaler.enabled:
+            others.append(f"loss_scale {scaler.scale:g}")
         mfu = f"{row['mfu']:.2%}" if self.ideal_s else "n/a"
         minutes_left = (self.cfg.max_iters - step - 1) * seconds / 60
         print0(self.world, (
@@ -180,9 +183,12 @@ class Log:
         self.write(dict(iter=step, tokens=step * tokens_per_step(self.cfg), **row))
 
     def write(self, row):
+        # JSON has no infinity and no NaN.
+        bad = [key for key, n in row.items() if isinstance(n, float) and not math.isfinite(n)]
+        row = {"run": self.run_id, **row, **dict.fromkeys(bad)}
         if self.file:
             with suppress(OSError):  # a full disk: the next save says so
-                print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
+                print(json.dumps(row), file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["iter"])
 

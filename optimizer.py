@@ -22,7 +22,7 @@ Checkpoints keep self.state[p]: named tensors that all exist after the first ste
 be a tensor too. State that belongs to p's rows (shaped like p, or one number per row) must be a
 DTensor placed like p, such as torch.zeros_like(p). Any other tensor must be the same on all ranks.
 Then the run can resume at another world size. Numbers in a group, such as Prodigy's d, are kept
-too, if they are among the optimizer's defaults and have changed since it was made.
+too, if the optimizer has changed them since it was made.
 """
 
 import math

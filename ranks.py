@@ -130,6 +130,20 @@ def from_rank0(world, action, group=None):
     return box[0]
 
 
+def require_same(values, world):
+    """SystemExit on all ranks if one of them has another {key: value} (collective)."""
+    of_ranks = [values] * world.size
+    if world.size > 1:
+        dist.all_gather_object(of_ranks, values)
+    for rank, theirs in enumerate(of_ranks):
+        for key, value in theirs.items():
+            first = of_ranks[0].get(key)
+            if value != first:
+                raise SystemExit(
+                    f"ranks differ: {key} is {first!r} on rank 0, and {value!r} on rank {rank}; "
+                    "does a config file draw it, or has a node another command or other data?")
+
+
 class StopSignal:
     """Catches SIGTERM and Ctrl-C, so that all ranks can stop after the same step."""
 
@@ -176,13 +190,21 @@ def run(main, *args):
     except Exception as e:
         code = 1
         traceback.print_exc()
+        finish_wandb(code)
         let_others_speak()  # a peer may have died and broken our connection
         get_error_handler().record_exception(e)  # for torchrun's report
     with suppress(OSError):
         sys.stdout.flush()
+    finish_wandb(code)
     # Leave without Python's clean-up: gloo's threads may outlive it, and abort the process (exit
     # code -6). destroy_process_group does not help: 2 of 40 launches of a script, with torch 2.13.
     os._exit(code)
+
+
+def finish_wandb(code):
+    """Let W&B write and upload the rest of its log. It would do so at Python's clean-up."""
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish(exit_code=code)
 
 
 def let_others_speak():

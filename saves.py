@@ -16,6 +16,7 @@ checkpoint.py says what a checkpoint is.
 import fcntl
 import math
 import os
+import secrets
 import sys
 import time
 import warnings
@@ -75,7 +76,7 @@ class RunDirectory:
         keeps its source's id. A new run renames the whole directory of an earlier one."""
         os.makedirs(self.path, exist_ok=True)
         self.lock()
-        run_id = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+        run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
         if resumed:
             return source.header.get("run") or run_id  # nanoGPT's have none
         of_a_run = ("ckpt.pt", STEP, "metrics.jsonl")
@@ -167,7 +168,6 @@ class Saver:
             self.header,
             param_names=[names[p] for group in optimizer.param_groups for p in group["params"]],
             param_groups=optimizer.state_dict()["param_groups"],
-            defaults={k: n for k, n in optimizer.defaults.items() if type(n) in (int, float)},
             ties=[tied for tied in tied_names(model) if f"model.{tied[0]}" in tensors],
             scaler=scaler.state_dict() or None,
             iter_num=step,

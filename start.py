@@ -25,8 +25,11 @@ def open_start(cfg, world):
     if cfg.init_from not in ("resume", "auto"):
         return open_weights(cfg.init_from, world, cfg.dataset), False
     source = checkpoint.find(cfg.out_dir, world)
-    if source is None and cfg.init_from == "resume":
-        raise SystemExit(f"init_from=resume: no checkpoint in out_dir={cfg.out_dir}")
+    if source is None:
+        line = f"init_from={cfg.init_from}: no checkpoint in out_dir={cfg.out_dir}"
+        if cfg.init_from == "resume":
+            raise SystemExit(line)
+        print0(world, f"{line}, so this is a new run")
     return source, source is not None
 
 
@@ -54,6 +57,11 @@ def final_config(cfg, source, resumed, world):
             if old != value and key != "init_from":
                 is_order = key in "batch_size gradient_accumulation_steps block_size seed".split()
                 note = "; text is skipped or comes again" if is_order else ""
+                if key == "dataset":
+                    note = "; the best validation loss begins anew"
+                    source.header["best_val_loss"] = 1e9
+                if key == "loss_scale":
+                    source.header["scaler"] = None
                 print0(world, f"{key}={value!r} now, and {old!r} in {source.path}{note}")
     if source is None:
         cfg = with_vocabulary(cfg)

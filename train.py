@@ -33,7 +33,7 @@ from data.loader import open_batches
 from metrics import Log, describe, ideal_seconds
 from model import derive_seed
 from optimizer import LossScaler, learning_rate_at
-from ranks import StopSignal, all_reduce_mean_, from_rank0, print0, run, setup
+from ranks import StopSignal, all_reduce_mean_, from_rank0, print0, require_same, run, setup
 from start import final_config, open_start
 
 # ---------- build: model, strategy, optimizer, values -------------------------
@@ -149,14 +149,18 @@ def shard_model(model, cfg, world):
 
 def make_optimizer(model, cfg):
     """What `make` returns in the file that the key names: optimizer.py for adamw."""
-    return configurator.named_file(cfg.optimizer).make(model, cfg)
+    optimizer = configurator.named_file(cfg.optimizer).make(model, cfg)
+    for group in optimizer.param_groups:
+        # A checkpoint has them, to tell what the optimizer changes, such as Prodigy's d.
+        group["made"] = {key: n for key, n in group.items() if type(n) in (int, float)}
+    return optimizer
 
 
 # ---------- one step, one evaluation ------------------------------------------
 
 
 def forward(wrapped, x, y, weight, cfg, world):
-    """The loss of x (B, T) and y (B, T), times their weight: a 0-d tensor."""
+    """The loss of x (B, T) and y (B, T), times their weight: a 0-d tensor, or a vector of terms."""
     with fsdp.autocast(wrapped, world.device.type, DTYPES[cfg.dtype]):
         # Keep only the loss: holding the logits would keep their memory. They come detached, so a
         # term of the loss that is made of them here would have no gradient: see head_loss.
@@ -165,10 +169,10 @@ def forward(wrapped, x, y, weight, cfg, world):
 
 def forward_backward(wrapped, x, y, weight, cfg, world):
     """One micro-batch (all ranks): add to the gradients. Returns its part of the step's loss, times
-    float16's scale: a 0-d tensor. FSDP2 and DDP average over ranks; the weight is for the mean over
+    float16's scale. FSDP2 and DDP average over ranks; the weight is for the mean over
     micro-batches."""
     loss = forward(wrapped, x, y, weight, cfg, world)
-    loss.backward()
+    loss.sum().backward()
     return loss.detach()
 
 
@@ -189,9 +193,11 @@ def maybe_compared(model, cfg):
 
 
 def train_step(
-        model, wrapped, optimizer, scaler, batches, step, cfg, world, work, compared=None):
+        model, wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward,
+        compared=None):
     """One optimizer step (all ranks): set the learning rate, accumulate, clip, update.
-    model: the one inside wrapped. work: forward_backward, or its recording. compared: a Compare.
+    model: the one inside wrapped. forward_backward: the function above, or its recording.
+    compared: a Compare.
 
     Returns numbers for the log, {name: 0-d tensor on the device}: the log writes their means over
     ranks. The mean of the ranks' losses is the step's; the gradient norm, before clipping, is the
@@ -212,17 +218,17 @@ def train_step(
         # Seed dropout by the micro-batch's number within the step, so that its masks are the same
         # at any world size.
         torch.manual_seed(derive_seed(cfg.seed, step, micro * world.size + world.rank))
-        x, y, share = batches.get(step, micro)
-        # share is n / mean(n): n targets count in this micro-batch, and the mean is over all
+        x, y, weight = batches.get(step, micro)
+        # The weight is n / mean(n): n targets count in this micro-batch, and the mean is over all
         # micro-batches of the step (data/loader.py). So each target of the step counts equally.
         # A tensor, since a recording would keep a number. (`full` does not wait for the GPU.)
-        weight = torch.full((), share * scale / micro_batches, device=world.device)
-        loss += work(wrapped, x, y, weight, cfg, world)
+        weight = torch.full((), weight * scale / micro_batches, device=world.device)
+        loss = loss + forward_backward(wrapped, x, y, weight, cfg, world)
         # Fetch the next micro-batch while the GPU works on this one.
         batches.prefetch_next(step, micro)
     if compared:
         try:
-            compared.step(step, optimizer, loss / scale, scale)
+            compared.step(step, optimizer, loss.sum() / scale, scale)
         except ValueError as e:
             raise SystemExit(str(e))
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scale)
@@ -230,7 +236,8 @@ def train_step(
     if scaler.accepts(norm):
         optimizer.step()
     fsdp.zero_grad(wrapped, optimizer, in_place=cfg.cuda_graph)
-    return {"loss": loss / scale, "grad_norm": norm}
+    terms = dict(zip(getattr(model, "loss_terms", ()), loss.flatten() / scale))
+    return {"loss": loss.sum() / scale, "grad_norm": norm, **terms}
 
 
 def evaluate(wrapped, batches, cfg, world):
@@ -247,7 +254,7 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
             # any world size.
             number = turn * world.size + world.rank
             torch.manual_seed(derive_seed(cfg.seed, "evaluation", number))
-            sums[0] += forward(wrapped, x, y, weight, cfg, world)
+            sums[0] += forward(wrapped, x, y, weight, cfg, world).sum()
             sums[1] += weight
     total, weights = all_reduce_mean_(sums.cpu(), world)
     return (total / weights).item()
@@ -260,6 +267,7 @@ def train(cfg):
     """The whole run (all ranks)."""
     # --- set-up: lock the directory, choose a start, build ---
     world = setup(cfg.device, cfg.backend)
+    require_same(configurator.as_dict(cfg), world)
     cfg = configurator.resolve(cfg, world)
     # TF32 on GPUs, as in nanoGPT. Steps that are compared are computed in fp32.
     torch.set_float32_matmul_precision("highest" if cfg.compare else "high")
@@ -272,8 +280,10 @@ def train(cfg):
     model = meta_model(cfg)
     ideal_s = ideal_seconds(model, cfg, world)
     batches = open_batches(cfg, world)
+    tokens = {f"tokens of {split}": file.tokens_in_all for split, file in batches.files.items()}
+    require_same({**configurator.as_dict(cfg), **tokens}, world)  # once more, resolved
     wrapped, optimizer = build(model, cfg, world, source)
-    work = maybe_recorded(wrapped, cfg, world)
+    forward_backward = maybe_recorded(wrapped, cfg, world)
     compared = maybe_compared(model, cfg)
     scaler = LossScaler(cfg)  # for float16
     scaler.load_state_dict(source.header.get("scaler") if source else None)
@@ -323,7 +333,8 @@ def train(cfg):
 
         # Else one optimizer step.
         numbers = train_step(
-            model, wrapped, optimizer, scaler, batches, step, cfg, world, work, compared)
+            model, wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward,
+            compared)
         if optimizer.state and not is_checked:  # float16 may have skipped the first steps
             checks.after_first_step(model, optimizer)
             is_checked = True

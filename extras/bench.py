@@ -97,11 +97,11 @@ def training(cfg, world):
     model = meta_model(cfg)
     wrapped, optimizer = build(model, cfg, world)
     scaler = LossScaler(cfg)
-    work = maybe_recorded(wrapped, cfg, world)
+    forward_backward = maybe_recorded(wrapped, cfg, world)
     for step in count():
         start = perf_counter()
         numbers = train_step(
-            model, wrapped, optimizer, scaler, batches, step, cfg, world, work)
+            model, wrapped, optimizer, scaler, batches, step, cfg, world, forward_backward)
         numbers["loss"].item()  # synchronization point: all that was queued is done
         yield 1e3 * (perf_counter() - start)
 

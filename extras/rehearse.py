@@ -87,7 +87,7 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     label_gradients()  # DDP's are there before the first backward
     optimizer.register_step_pre_hook(label_gradients)
 
-    def work(*args):
+    def forward_backward(*args):
         ledger.micro_batch += 1
         return train.forward_backward(*args)
 
@@ -97,7 +97,7 @@ def step(wrapped, model, cfg, world, ledger, on_gpu):
     ledger.start = len(ledger.changes)
     ledger.events.clear()
     train.train_step(
-        model, wrapped, optimizer, scaler, batches, 0, cfg, world, work)
+        model, wrapped, optimizer, scaler, batches, 0, cfg, world, forward_backward)
     return ledger.timeline(on_gpu)  # now: afterwards memory is freed
 
 
