@@ -185,10 +185,10 @@ class Log:
     def write(self, row):
         # JSON has no infinity and no NaN.
         bad = [key for key, n in row.items() if isinstance(n, float) and not math.isfinite(n)]
-        row = {"run": self.run_id, **row, **dict.fromkeys(bad)}
+        row = {**row, **dict.fromkeys(bad)}
         if self.file:
             with suppress(OSError):  # a full disk: the next save says so
-                print(json.dumps(row), file=self.file, flush=True)
+                print(json.dumps({"run": self.run_id, **row}), file=self.file, flush=True)
         if self.wandb:
             self.wandb.log(row, step=row["iter"])
 

@@ -51,6 +51,9 @@ def build(model, cfg, world, source=None):
     # Make the optimizer before any forward: a forward leaves the root gathered, and its
     # parameters would no longer be this rank's rows.
     optimizer = make_optimizer(model, cfg)
+    for group in optimizer.param_groups:
+        # A checkpoint has these too: they show what the optimizer changes, such as Prodigy's d.
+        group["made"] = {key: n for key, n in group.items() if type(n) in (int, float)}
     set_values(model, optimizer, source, cfg.seed, world)
     checks.after_building(model, optimizer)
     return wrapped, optimizer
@@ -149,11 +152,7 @@ def shard_model(model, cfg, world):
 
 def make_optimizer(model, cfg):
     """What `make` returns in the file that the key names: optimizer.py for adamw."""
-    optimizer = configurator.named_file(cfg.optimizer).make(model, cfg)
-    for group in optimizer.param_groups:
-        # A checkpoint has them, to tell what the optimizer changes, such as Prodigy's d.
-        group["made"] = {key: n for key, n in group.items() if type(n) in (int, float)}
-    return optimizer
+    return configurator.named_file(cfg.optimizer).make(model, cfg)
 
 
 # ---------- one step, one evaluation ------------------------------------------

@@ -134,13 +134,15 @@ def test_metrics_wandb(tmp, tmp_path, monkeypatch):
     cfg = tiny(tmp, wandb_log=True, wandb_project="p", wandb_run_name="r")
     for step in (0, 1):
         log = metrics.Log(cfg, World(), str(tmp_path), "the-id", step)
-        log.write(dict(iter=step, loss=2.5))
+        log.evaluation(step, dict(train=math.nan, val=2.5))  # JSON has no NaN
         log.close()
         told = wandb.init.call_args.kwargs
         assert (told["project"], told["name"], told["config"]["n_layer"]) == ("p", "r", 3)
         assert (told["id"], told["resume"]) == ("the-id", "allow")
         run = wandb.init.return_value
-        run.log.assert_called_with(dict(iter=step, loss=2.5), step=step)
+        row = dict(iter=step, tokens=step * 384, train_loss=None, val_loss=2.5)
+        run.log.assert_called_with(row, step=step)
+        assert read_metrics(tmp_path)[-1].items() >= row.items()
         assert run.finish.call_count == step + 1
     metrics.Log(cfg, World(rank=1, size=2), str(tmp_path), "the-id", 0).write(dict(iter=0))
     assert wandb.init.call_count == 2 and len(read_metrics(tmp_path)) == 2

@@ -163,6 +163,10 @@ def test_own_state_of_any_shape_is_saved_and_resharded(tmp):
         case_own(**dict(run, checkpoint="full"), max_iters=7, weight_decay=0.5)
     [group] = read_ckpt(f"{tmp}/{run['name']}")["param_groups"]
     assert (group["weight_decay"], group["eps"], group["k"]) == (0.5, 1e-4, 7)
+    # Nor does a number of the code come back that the checkpoint had.
+    case_own(**dict(run, checkpoint="full"), max_iters=8)
+    [group] = read_ckpt(f"{tmp}/{run['name']}")["param_groups"]
+    assert (group["weight_decay"], group["eps"], group["k"]) == (0.1, 1e-3, 8)
 
 
 def test_own_groups_have_learning_rates_of_their_own(tmp):

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from unittest.mock import patch
+from unittest.mock import MagicMock, call, patch
 
 import pytest
 import torch
@@ -28,6 +28,13 @@ def case_from_rank0():
     return value, len(calls), said, e.value.code
 
 
+def case_other_values():
+    world = ranks.setup("cpu", "auto")
+    ranks.require_same(dict(a=1, b="x"), world)
+    return [refused(ranks.require_same, values, world) for values in (
+        dict(a=1, b="xy"[world.rank], c=world.rank), [dict(a=1), dict(a=1, own=2)][world.rank])]
+
+
 def case_signal_to_one_rank():
     """The answers before each of four steps; rank 1 gets a signal during the second, and the same
     again, as torchrun passes Ctrl-C on."""
@@ -42,9 +49,13 @@ def case_signal_to_one_rank():
 
 
 def test_ranks_learn_what_rank_0_did_and_that_one_of_them_got_a_signal():
-    results = on_ranks(2, {"rank0": (case_from_rank0, {}), "stop": (case_signal_to_one_rank, {})})
+    cases = dict(rank0=case_from_rank0, stop=case_signal_to_one_rank, other=case_other_values)
+    results = on_ranks(2, {name: (case, {}) for name, case in cases.items()})
     assert values(results, "rank0") == [[{"n": 3}, n, "no disk", 3] for n in (1, 0)]
     assert values(results, "stop") == [[False, False, True, True]] * 2
+    assert [[line.partition(";")[0] for line in said] for said in values(results, "other")] == [[
+        "ranks differ: b is 'x' on rank 0, and 'y' on rank 1",
+        "ranks differ: own is None on rank 0, and 2 on rank 1"]] * 2
 
 
 @pytest.mark.parametrize("size, local_size, gpus, mps, device", [
@@ -107,12 +118,17 @@ def test_ranks_that_restart_do_not_call_a_dead_peer():
     (sys.exit, ["a line"], 1, "^a line\n$"),
     (int, ["a bug"], 1, r"Traceback(.|\n)*ValueError: .*'a bug'\n$")])
 def test_ranks_leave_with_a_code_and_a_line(monkeypatch, capsys, main, args, code, said):
-    """The first rank of each node: torchrun shows what its own node has printed."""
+    """The first rank of each node: torchrun shows what its own node has printed. W&B's log is
+    finished before torchrun may end this rank."""
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")
+    calls = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", calls)
+    monkeypatch.setattr(ranks, "let_others_speak", calls.let_others_speak)
     with patch.object(os, "_exit") as leave:
         ranks.run(main, *args)
     leave.assert_called_with(code)
+    assert calls.mock_calls[0] == call.finish(exit_code=code)
     printed = capsys.readouterr()
     assert printed.out == "" and re.search(said, printed.err)
 

@@ -19,16 +19,28 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import refused
+from harness import on_ranks, refused, values
 from torch.nn import functional as F
-from training import TINY, built, losses, plain_gpt, read_ckpt, run_training, started, steps, tiny
+from training import (
+    TINY,
+    built,
+    losses,
+    make_data,
+    plain_gpt,
+    read_ckpt,
+    run_training,
+    started,
+    steps,
+    tiny,
+)
 
 import checkpoint
 import metrics
+import ranks
 import saves
 import start
 import train
-from configurator import Keys, load_config
+from configurator import Keys, as_dict, load_config
 from data.loader import Batches
 from ranks import StopSignal, World
 
@@ -144,10 +156,46 @@ def test_start_says_each_key_that_has_changed(tmp, capsys):
 
 @pytest.mark.parametrize("data, vocab_size", [("toy", 67), ("none", 50304)])
 @pytest.mark.parametrize("init_from", ["scratch", "auto"])
-def test_start_without_a_checkpoint_takes_the_datas_vocabulary(tmp, init_from, data, vocab_size):
+def test_start_without_a_checkpoint_takes_the_datas_vocabulary(
+        tmp, capsys, init_from, data, vocab_size):
     flags = dict(dataset=f"{tmp}/{data}", out_dir=f"{tmp}/none", init_from=init_from)
     cfg, *rest = started(load_config([f"--{k}={v}" for k, v in flags.items()]), World())
     assert (cfg.sizes.vocab_size, *rest) == (vocab_size, None, False)
+    assert ("so this is a new run" in capsys.readouterr().out) == (init_from == "auto")
+
+
+def test_start_on_other_data_or_with_another_loss_scale_forgets_the_old(tmp):
+    """Else no validation loss might ever be better than the other data's, and nothing be saved."""
+    for key, value, name, new in (("dataset", "other", "best_val_loss", 1e9),
+                                  ("loss_scale", 1024.0, "scaler", None)):
+        for now in (value, getattr(tiny(tmp), key)):
+            header = dict(model_args=SIZES, config=as_dict(tiny(tmp)), best_val_loss=1.5, scaler={})
+            source = checkpoint.Source("there/ckpt.pt", dict(header), {})
+            start.final_config(tiny(tmp, **SIZES, **{key: now}), source, True, World())
+            assert source.header[name] == (new if now == value else header[name])
+
+
+def case_ranks_differ(tmp):
+    """What each rank says if it has another value of a key, or other data under one name."""
+    world = ranks.setup("cpu", "auto")
+    same = dict(strategy="ddp", max_iters=1)
+    said = [refused(train.train, tiny(tmp, **same, **{key: values[world.rank]}))
+            for key, values in (("seed", (1, 2)), ("out_dir", ("a", "b")), ("init_from", (
+                "scratch", "resume")), ("gradient_accumulation_steps", (2, 3)))]
+    make_data(f"{tmp}/of-rank-{world.rank}/data", n=6000 + 10 * world.rank)
+    os.chdir(f"{tmp}/of-rank-{world.rank}")
+    said.append(refused(train.train, tiny(tmp, **same, dataset="data")))
+    return [line.partition(";")[0].removeprefix("ranks differ: ") for line in said]
+
+
+def test_start_is_refused_on_all_ranks_if_they_differ(tmp):
+    """Before anything is built or written: DDP would send rank 0's weights and hide it."""
+    results = on_ranks(2, {"differ": (case_ranks_differ, {"tmp": tmp})})
+    assert values(results, "differ") == [[
+        "seed is 1 on rank 0, and 2 on rank 1", "out_dir is 'a' on rank 0, and 'b' on rank 1",
+        "init_from is 'scratch' on rank 0, and 'resume' on rank 1",
+        "gradient_accumulation_steps is 2 on rank 0, and 3 on rank 1",
+        "tokens of train is 5400 on rank 0, and 5409 on rank 1"]] * 2
 
 
 # -----------------------------------------------------------------------------
