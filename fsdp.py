@@ -344,8 +344,9 @@ def clip_grad_norm(wrapped, max_norm: float, loss_scale: float = 1.0):
     """Scale the gradients to a global 2-norm of at most max_norm (0: do not clip). Returns the
     norm before clipping, a 0-d tensor on the device (collective when sharded).
 
-    wrapped: the model, or a part of it. While the root is gathered, a part without units has no
-    gradients, and its norm is 0.
+    wrapped: the model, or a part of it. Between micro-batches the root is gathered: its parameters
+    are then copies without gradients, which model.parameters() has, so a part without units has a
+    norm of 0. optimizer.param_groups have this rank's rows, and their gradients.
     loss_scale: the factor on the loss; gradients are divided by it first. If one overflowed on
     any rank, every rank gets a norm that is not finite."""
     # PyTorch's clip_grad_norm_ refuses gradients on two devices, as with cpu_offload.

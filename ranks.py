@@ -20,7 +20,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 # A rank that waits longer for the others gives up. Long enough for one rank to download a model, or
 # to write a whole checkpoint: the others wait for it in a collective over gloo.
@@ -187,12 +186,11 @@ def run(main, *args):
         if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
-    except Exception as e:
+    except Exception:
         code = 1
         traceback.print_exc()
         finish_wandb(code)
         let_others_speak()  # a peer may have died and broken our connection
-        get_error_handler().record_exception(e)  # for torchrun's report
     with suppress(OSError):
         sys.stdout.flush()
     finish_wandb(code)

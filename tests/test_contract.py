@@ -155,7 +155,7 @@ def loss(cfg):
     assert close(alone, cross_entropy(expected, Y_SOME)), (
         "the loss must be the mean over targets that are not -1; they are shifted already")
     model.train()  # a second token that is predicted may double it
-    assert 0.8 * alone < model(X, Y_SOME)[1] < 2 * alone, "in training it must be a mean too"
+    assert 0.8 * alone < model(X, Y_SOME)[1].sum() < 2 * alone, "in training it must be a mean too"
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def state(cfg):
         random.seed(seed_of_others)
         np.random.seed(seed_of_others)
         torch.manual_seed(1)
-        return model(X, Y)[1].item()
+        return model(X, Y)[1].sum().item()
 
     losses = {loss(seed) for seed in range(8)}
     before, after = (
@@ -222,7 +222,7 @@ def any_device(cfg):
     model = train.meta_model(cfg).to("meta")  # buffers too, which shard and allocate move
     idx = torch.zeros(3, 16, dtype=torch.long, device="meta")
     with OneDevice():
-        model(idx, idx)[1].backward()
+        model(idx, idx)[1].sum().backward()
 
 
 class OneDevice(TorchDispatchMode):
@@ -275,7 +275,7 @@ def loss_and_gradients(model, wrapped, cfg, idx=X, targets=Y_SOME):
     """{what it is: value}."""
     model.zero_grad()
     torch.manual_seed(0)
-    found = {"loss": train.forward(wrapped, idx, targets, 1.0, cfg, World())}
+    found = {"loss": train.forward(wrapped, idx, targets, 1.0, cfg, World()).sum()}
     found["loss"].backward()
     for name, p in model.named_parameters():
         if p.requires_grad:

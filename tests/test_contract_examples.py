@@ -12,7 +12,7 @@ import pytest
 import test_contract as contract
 import torch
 from harness import HERE, on_ranks, refused, values
-from training import built, plain_gpt, run_training, started
+from training import built, plain_gpt, read_metrics, run_training, started
 
 import sample
 import train
@@ -45,6 +45,20 @@ def test_contract_holds_for_a_hybrid_on_two_ranks(tmp, models):
     for mode, (world, _) in contract.MODES.items():
         if world == 2:
             contract.test_contract_modes(tmp, "hybrid", mode)
+
+
+def test_a_loss_of_several_terms_is_logged_term_by_term(tmp, models):
+    """Of a model that in training predicts more than the next token. The terms add up."""
+    terms = f"torch.stack([{LOSS}, {LOSS} / 4]) if self.training else {LOSS}"
+    text = FILES["smallest"].replace(LOSS, terms) + "\n\nModel.loss_terms = ('next', 'other')\n"
+    (models / "terms.py").write_text(text)
+    contract.assert_kept(tmp, "terms")
+    out = os.path.join(tmp, "terms")
+    train.train(contract.small(tmp, "terms", out_dir=out, strategy="single", max_iters=2))
+    rows = [row for row in read_metrics(out) if "loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["loss"] == pytest.approx(1.25 * row["next"]) == pytest.approx(5 * row["other"])
 
 
 # What the smallest file has, where mistakes are put in.
@@ -122,12 +136,6 @@ def test_contract_names_the_mistake(tmp, models, name):
 
 
 # ---------- what else such files do -------------------------------------------
-
-
-def test_contract_a_file_without_head_loss_has_no_chunks(tmp, models):
-    (models / "smallest.py").write_text(FILES["smallest"])
-    said = refused(train.train, contract.small(tmp, "smallest", loss_chunks=2))
-    assert said.startswith("loss_chunks: model=smallest has no head_loss")
 
 
 def test_weights_of_ones_own_module_become_a_checkpoint(tmp, models, monkeypatch):
