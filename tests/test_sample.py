@@ -47,13 +47,16 @@ def saved_gpt(path, vocab_size, meta):
 
 @pytest.mark.parametrize("vocab_size, meta, known", [
     (67, {}, False), (67, {"tokenizer": "own"}, False),
-    (67, {"chars": ["a", "b"]}, True), (257, {"vocab_size": 257, "tokenizer": "bytes"}, True)])
+    (67, {"chars": ["b", "a"]}, True), (257, {"vocab_size": 257, "tokenizer": "bytes"}, True)])
 def test_sample_needs_a_tokenizer_and_no_data(tmp_path, capsys, vocab_size, meta, known):
+    """Without a prompt a text begins with a line end, or where there is none, with token 0."""
     saved_gpt(tmp_path, vocab_size, meta)
-    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--start=a"]
+    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3"]
+    first = "\n" if "tokenizer" in meta else "b"
     if known:
-        sample.main(argv)
-        assert capsys.readouterr().out.startswith("a")
+        for start, begin in ((["--start=a"], "a"), ([], first), (["--start="], first)):
+            sample.main([*argv, *start])
+            assert capsys.readouterr().out.startswith(begin)
     else:
         line = refused(sample.main, argv)
         assert "gone" in line and f"vocab_size={vocab_size}" in line
@@ -75,6 +78,14 @@ def test_sample_temperature_divides_the_logits():
     with patch.object(torch, "multinomial") as drawn:
         sample.draw(torch.tensor([[0.0, math.log(2.0)]]), 0.5, None, None)  # odds 1 : 2, squared
     assert drawn.call_args.args[0].tolist() == [[pytest.approx(0.2), pytest.approx(0.8)]]
+
+
+def test_sample_top_k_of_none_is_all():
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    for k, expected in ((2, [0.0, 0.27, 0.73]), (0, [0.09, 0.24, 0.67]), (-1, [0.09, 0.24, 0.67])):
+        with patch.object(torch, "multinomial") as drawn:
+            sample.draw(logits, 1.0, k, None)
+        assert drawn.call_args.args[0].tolist()[0] == pytest.approx(expected, abs=5e-3)
 
 
 def test_sample_leaves_cudnns_attention_out(tmp, monkeypatch):
