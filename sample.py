@@ -75,7 +75,7 @@ def generate(
 
 
 def draw(logits, temperature, top_k, generator):
-    """Draw a token (B, 1) from logits (B, V); temperature 0 takes the likeliest, and top_k 0 all."""
+    """Draw a token (B, 1) from logits (B, V); temperature 0 takes the likeliest."""
     if temperature < 1e-6:  # this close to 0, logits / temperature would overflow
         return logits.argmax(dim=-1, keepdim=True)
     if top_k and top_k > 0:

@@ -370,9 +370,8 @@ def prepare(args, job, own, out):
         hold_out(*waiting.values(), job, end_fraction)
 
     # Copy the tokenizer's files too, so that the directory is complete when it moves.
-    others = {name: path.read_bytes() for name, path in own.files.items()}
     meta = {"vocab_size": own.vocab_size, "tokenizer": own.name, **job.meta}
-    others["meta.json"] = json.dumps(meta).encode()
+    others = {**own.files, "meta.json": json.dumps(meta).encode()}
     write_shard(out, job, waiting, record, others, is_last=True)
     for split, count in record["tokens"].items():
         print(f"{out}: {count:,} tokens of {split}")
@@ -381,8 +380,8 @@ def prepare(args, job, own, out):
 def comparable(args, own):
     """The arguments that determine the data set, and a CRC of the tokenizer's files: a later start
     must have the same."""
-    files = b"".join(path.read_bytes() for path in own.files.values())
-    arguments = {**vars(args), "source": [], "tokenizer_crc": zlib.crc32(files)}
+    crc = zlib.crc32(b"".join(own.files.values()))
+    arguments = {**vars(args), "source": [], "tokenizer_crc": crc}
     for source in args.source:
         if os.path.exists(source):
             source = os.path.abspath(source)

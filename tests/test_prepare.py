@@ -334,6 +334,7 @@ def run_prepare(argv, main=prepare_py.main, kill_at=0, pids=None):
             return call(*args, **kwargs)
         return then_killed
 
+    encoder.cache_clear()  # as in a process of its own
     with ExitStack() as stack:
         stack.enter_context(patch.object(sys, "argv", ["prepare.py", *map(str, argv)]))
         for place, name in CALLS:
