@@ -74,18 +74,12 @@ def test_sample_cuts_a_long_prompt_at_its_beginning(tmp_path, capsys):
         assert line.count("\n") == lines and ("21" in line and "16" in line) == (lines > 0)
 
 
-def test_sample_temperature_divides_the_logits():
+@pytest.mark.parametrize("temperature, top_k, expected", [
+    (0.5, None, [1 / 5, 4 / 5]), (1, 1, [0, 1]), (1, 0, [1 / 3, 2 / 3]), (1, -1, [1 / 3, 2 / 3])])
+def test_sample_draws_by_temperature_and_top_k(temperature, top_k, expected):
     with patch.object(torch, "multinomial") as drawn:
-        sample.draw(torch.tensor([[0.0, math.log(2.0)]]), 0.5, None, None)  # odds 1 : 2, squared
-    assert drawn.call_args.args[0].tolist() == [[pytest.approx(0.2), pytest.approx(0.8)]]
-
-
-def test_sample_top_k_of_none_is_all():
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    for k, expected in ((2, [0.0, 0.27, 0.73]), (0, [0.09, 0.24, 0.67]), (-1, [0.09, 0.24, 0.67])):
-        with patch.object(torch, "multinomial") as drawn:
-            sample.draw(logits, 1.0, k, None)
-        assert drawn.call_args.args[0].tolist()[0] == pytest.approx(expected, abs=5e-3)
+        sample.draw(torch.tensor([[0.0, math.log(2.0)]]), temperature, top_k, None)  # odds 1 : 2
+    assert drawn.call_args.args[0].tolist() == [pytest.approx(expected)]
 
 
 def test_sample_leaves_cudnns_attention_out(tmp, monkeypatch):
