@@ -92,8 +92,8 @@ def arguments(argv):
     add = parser.add_argument
     add("--init_from", default="resume", help="resume, or a Hugging Face model's name or path")
     add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
-    add("--start", type=prompt, help="the prompt (a line end); FILE:path reads a file; a backslash "
-        r"is one (in bash $'\n' is a line end)")
+    add("--start", type=prompt, help="the prompt (a line end); FILE:path reads a file; backslashes "
+        r"stay (in bash $'\n' is a line end)")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
     add("--max_new_tokens", type=int, default=500, help="tokens per sample (%(default)s)")
     add("--temperature", type=float, default=0.8, help="<= 0: likeliest token (%(default)s)")

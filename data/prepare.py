@@ -312,7 +312,7 @@ def add_options(parser, hash_fraction):
     option("--val_split", metavar="S", help="split of a hub data set to use as val")
     option("--column", default="text", help="column that holds the text (default: text)")
     option("--template", help=r"text of several columns, e.g. $'Q: {question}\nA: {answer}'; "
-           r"a backslash is one (in bash $'\n' is a line end)")
+           r"backslashes stay (in bash $'\n' is a line end)")
     option("--tokenizer", metavar="T", default="gpt2", type=os.path.expanduser,
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
     option("--val_fraction", metavar="F", type=float,
