@@ -78,7 +78,7 @@ def draw(logits, temperature, top_k, generator):
     """Draw a token (B, 1) from logits (B, V); temperature 0 takes the likeliest."""
     if temperature < 1e-6:  # this close to 0, logits / temperature would overflow
         return logits.argmax(dim=-1, keepdim=True)
-    if top_k:
+    if top_k and top_k > 0:
         k = min(top_k, logits.size(-1))
         least = logits.topk(k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -92,11 +92,12 @@ def arguments(argv):
     add = parser.add_argument
     add("--init_from", default="resume", help="resume, or a Hugging Face model's name or path")
     add("--out_dir", default="out", help="resume takes its newest checkpoint (%(default)s)")
-    add("--start", type=prompt, default="\n", help="the prompt; FILE:path reads a file")
+    add("--start", type=prompt, help="the prompt (a line end); FILE:path reads a file; backslashes "
+        r"stay (in bash $'\n' is a line end)")
     add("--num_samples", type=int, default=3, help="(%(default)s)")
     add("--max_new_tokens", type=int, default=500, help="tokens per sample (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: likeliest token (%(default)s)")
-    add("--top_k", type=int, default=200, help="sample from the k likeliest; 0: all (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="<= 0: likeliest token (%(default)s)")
+    add("--top_k", type=int, default=200, help="of the k likeliest; <= 0: of all (%(default)s)")
     add("--seed", type=int, default=1337, help="(%(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *DTYPES))
@@ -135,7 +136,10 @@ def main(argv):
     meta = source.header.get("meta") or read_meta(directory)
     meta = {"vocab_size": cfg.sizes.vocab_size, **meta}
     encode, decode, vocab_size = tokenizer(meta, directory)
-    tokens = encode(args.start) or encode("\n")
+    # Without a prompt a line begins; or the first token does, where there is no line end.
+    line_end = "\n" if "\n" in meta.get("chars", "\n") else ""
+    start = line_end if args.start is None else args.start
+    tokens = encode(start) or encode(line_end) or [0]
     limit = cfg.sizes.block_size
     if len(tokens) > limit:
         print(f"the prompt has {len(tokens)} tokens; the model sees the last {limit}",

@@ -86,7 +86,8 @@ def open_split(directory, split):
     """Memory maps of a split's shards, in order, or of its one file. SystemExit if they are
     not one complete data set."""
     record = read_record(directory)
-    shards = sorted(Path(directory).glob(f"*_{split}_[0-9]*.bin"))
+    found = Path(directory).glob(f"*_{split}_[0-9]*.bin")
+    shards = sorted(path for path in found if path.stem.split("_")[-2] == split)  # of x_train_1 too
     names = {path.name.rpartition(f"_{split}_")[0] for path in shards}
     if len(names) > 1 or (shards and Path(directory, f"{split}.bin").exists()):
         raise SystemExit(f"{directory}: several data sets are here; leave one of them")
@@ -102,7 +103,6 @@ def open_split(directory, split):
 
 def open_tokens(path):
     """A memory map of the tokens in path. SystemExit if it is missing or damaged."""
-    path = Path(path)
     if not path.exists():
         raise SystemExit(
             f"{path}: no such file; it must be a file of tokens, made by data/prepare.py or "

@@ -2,7 +2,7 @@ r"""
 Turn any text into token files: local files, or data sets on the Hugging Face hub.
 
     python data/prepare.py my_data notes/*.txt                          # -> data/my_data/
-    python data/prepare.py my_data qa.jsonl --template='Q: {question}\nA: {answer}'
+    python data/prepare.py my_data qa.jsonl --template=$'Q: {question}\nA: {answer}'
     python data/prepare.py my_data a.parquet --column=body --tokenizer=HuggingFaceTB/SmolLM2-135M
     python data/prepare.py my_data HuggingFaceFW/fineweb-edu --subset=sample-100BT
 
@@ -62,8 +62,7 @@ class Job:
     def __init__(self, args, own):
         """own: the Encoder of args.tokenizer."""
         self.tokenizer = args.tokenizer
-        template = args.template or "{" + args.column + "}"
-        self.template = template.replace(r"\n", "\n")
+        self.template = args.template or "{" + args.column + "}"
         self.dtype = np.dtype(np.uint32 if own.vocab_size > 65535 else np.uint16)
         self.item = self.dtype  # of a token in memory
 
@@ -290,6 +289,8 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
     args.name = name or args.name
     args.hash_fraction = hash_fraction if args.val_fraction is None else args.val_fraction
 
+    if r"\n" in (args.template or ""):
+        print(r"--template: \n stays a backslash and an n; in bash $'\n' is a line end")
     if args.limit < 1 or not 0 < args.hash_fraction < 1:
         raise SystemExit("--limit must be at least 1, and --val_fraction above 0 and below 1")
     has_files = any(map(os.path.exists, args.source))
@@ -310,7 +311,8 @@ def add_options(parser, hash_fraction):
     option("--split", default="train", help="split of a hub data set (default: train)")
     option("--val_split", metavar="S", help="split of a hub data set to use as val")
     option("--column", default="text", help="column that holds the text (default: text)")
-    option("--template", help=r"text of several columns, e.g. 'Q: {question}\nA: {answer}'")
+    option("--template", help=r"text of several columns, e.g. $'Q: {question}\nA: {answer}'; "
+           r"backslashes stay (in bash $'\n' is a line end)")
     option("--tokenizer", metavar="T", default="gpt2", type=os.path.expanduser,
            help="gpt2 (default), bytes, or a tokenizer.json, its directory or hub name")
     option("--val_fraction", metavar="F", type=float,
@@ -368,9 +370,8 @@ def prepare(args, job, own, out):
         hold_out(*waiting.values(), job, end_fraction)
 
     # Copy the tokenizer's files too, so that the directory is complete when it moves.
-    others = {name: path.read_bytes() for name, path in own.files.items()}
     meta = {"vocab_size": own.vocab_size, "tokenizer": own.name, **job.meta}
-    others["meta.json"] = json.dumps(meta).encode()
+    others = {**own.files, "meta.json": json.dumps(meta).encode()}
     write_shard(out, job, waiting, record, others, is_last=True)
     for split, count in record["tokens"].items():
         print(f"{out}: {count:,} tokens of {split}")
@@ -379,8 +380,8 @@ def prepare(args, job, own, out):
 def comparable(args, own):
     """The arguments that determine the data set, and a CRC of the tokenizer's files: a later start
     must have the same."""
-    files = b"".join(path.read_bytes() for path in own.files.values())
-    arguments = {**vars(args), "source": [], "tokenizer_crc": zlib.crc32(files)}
+    crc = zlib.crc32(b"".join(own.files.values()))
+    arguments = {**vars(args), "source": [], "tokenizer_crc": crc}
     for source in args.source:
         if os.path.exists(source):
             source = os.path.abspath(source)

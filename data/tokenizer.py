@@ -76,7 +76,7 @@ class Encoder(NamedTuple):
     end: int  # the id that ends a document
     vocab_size: int
     name: str  # in meta.json
-    files: dict = {}  # {name: path}, to be copied next to the tokens
+    files: dict = {}  # {name: bytes}, to be written next to the tokens
     encoding: Any = None  # of a tokenizer.json: function, see hf_tokenizer.encode
 
 

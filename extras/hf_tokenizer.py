@@ -26,35 +26,59 @@ BESIDE = (
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]")
 
 
-def encoder_of(name):
-    """The Encoder of a tokenizer.json, of a directory that has one, or of a hub name."""
+def encoder_of(name, needs_end=True):
+    """The Encoder of a tokenizer.json, of a directory that has one, or of a hub name. needs_end:
+    SystemExit if it has no end-of-text token, instead of an end that is None."""
     file = Path(name)
     if not file.is_file():
         file = Path(local_copy(name, "tokenizer*.json", *BESIDE), TOKENIZER)
     hf, vocab_size = open_tokenizer(str(file))
-    config = file.with_name("tokenizer_config.json")
-    eos = None
-    if config.exists():
-        eos = json.loads(config.read_text("utf-8")).get("eos_token")
-    if isinstance(eos, dict):
-        eos = eos["content"]
-    known = [end for end in (eos, *ENDS) if end in hf.get_vocab()]
-    if not known:
-        raise SystemExit(f"{file}: no end-of-text token; name its eos_token in {config.name}")
-    beside = [path for path in map(file.with_name, BESIDE) if path.exists()]
+    files = files_of(file)
+    config = json.loads(files.get("tokenizer_config.json", "{}"))
+    ends = [*names([config.get("eos_token")]), *ENDS]
+    known = [hf.token_to_id(end) for end in ends if end in hf.get_vocab()]
+    if needs_end and not known:
+        raise SystemExit(
+            f"{file}: no end-of-text token; name its eos_token in tokenizer_config.json")
     encoding = partial(encode, hf)
     return Encoder(
         lambda text: np.array(encoding(text).ids, np.uint32),
-        hf.token_to_id(known[0]),
+        known[0] if known else None,
         vocab_size,
         name=TOKENIZER,
-        files={TOKENIZER: file, **{path.name: path for path in beside}},
+        files=files,
         encoding=encoding,
     )
 
 
+def files_of(file):
+    """{name: bytes} of a tokenizer.json, whatever it is called, and of the files beside it."""
+    beside = [path for path in map(file.with_name, BESIDE) if path.exists()]
+    return {TOKENIZER: file.read_bytes(), **{path.name: path.read_bytes() for path in beside}}
+
+
+def unknown_tokens(files):
+    """Special tokens that the files beside a tokenizer.json name and it lacks. transformers adds
+    them, so a text with one has other tokens there. files: {name: bytes}."""
+    named = set()
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        config = json.loads(files.get(file, "{}"))
+        named.update(names(config[key] for key in config if key.endswith("_token")))
+        for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+            several = config.get(key) or ()
+            named.update(names(several.values() if isinstance(several, dict) else several))
+    return named.difference(names(json.loads(files[TOKENIZER]).get("added_tokens", ())))
+
+
+def names(tokens):
+    """The texts of these tokens, each a text or a dict that has it as its content."""
+    texts = [token["content"] if isinstance(token, dict) else token for token in tokens]
+    return [text for text in texts if isinstance(text, str)]  # add_bos_token is a bool
+
+
 def open_tokenizer(file):
-    """(the library's tokenizer, its vocab_size) from a tokenizer.json."""
+    """(the library's tokenizer, its vocab_size) from a tokenizer.json. SystemExit if files beside
+    it name tokens that it lacks."""
     try:
         from tokenizers import Tokenizer  # here: few need it
         hf = Tokenizer.from_file(file)
@@ -62,6 +86,10 @@ def open_tokenizer(file):
         raise SystemExit(
             f"{file}: not a tokenizer.json (pip install tokenizers): {e}; from other files "
             "transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")
+    if unknown := unknown_tokens(files_of(Path(file))):
+        raise SystemExit(
+            f"{file} lacks special tokens that the files beside it name, such as {min(unknown)}: "
+            "write all into it, AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)")
     # Some files ask for both, for batches; a document is taken whole.
     hf.no_truncation()
     hf.no_padding()

@@ -8,7 +8,8 @@ Face's format, in and out.
     python -m extras.huggingface out-lora DIR                  # merges LoRA's adapters
     python -m extras.huggingface out-lora DIR --adapter        # adapters only, in peft's layout
 
-The export includes the data set's tokenizer.json with its chat template; or GPT-2's, from the hub.
+DIR must be new or empty. The export includes the data set's tokenizer.json with its chat template;
+or GPT-2's, from the hub.
 """
 
 import json
@@ -25,12 +26,12 @@ import torch
 
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-from checkpoint import Source
+from checkpoint import Source, list_all
 from configurator import DTYPES, Config, make_config, model_file
 from data.files import write_files
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZER, name_of
-from extras.hf_tokenizer import BESIDE, encoder_of, local_copy
+from extras.hf_tokenizer import BESIDE, encoder_of, local_copy, unknown_tokens
 from extras.to_full import whole
 from ranks import World, from_rank0, run
 from start import open_start, with_base
@@ -138,7 +139,6 @@ GPT2_HUB = "openai-community/gpt2"
 # Files that say where text ends and how chats are written. A checkpoint keeps their text,
 # since an export needs them again.
 KEPT = ("config.json", "generation_config.json", *BESIDE)
-WEIGHTS = "*.safetensors*", "adapter_config.json"
 
 
 # ---------- in ----------------------------------------------------------------
@@ -372,6 +372,7 @@ def tokens_of(directory):
 def export(source, path, dtype="float32"):
     """Write a directory that transformers opens, with equal logits. It takes host memory
     for the whole model."""
+    require_empty(path)
     if is_lora(source):
         source = merged(source)
     config = their_config(source, dtype)
@@ -379,14 +380,12 @@ def export(source, path, dtype="float32"):
     from safetensors.torch import save
     kept = source.header.get("kept") or {}
     files = {"model.safetensors": save(tensors, {"format": "pt"})}  # first: the disk may be full
-    files.update({file: kept[file].encode() for file in KEPT if file in kept})
-    files["config.json"] = json.dumps(config, indent=2).encode()
     tokenizer, end = their_tokenizer(source)
     files.update(tokenizer)
-    if end is not None:
-        for file in ("config.json", "generation_config.json"):
-            if file in files:
-                files[file] = with_end(files[file], end)
+    texts = {**kept, "config.json": json.dumps(config, indent=2)}
+    for file in ("config.json", "generation_config.json"):
+        if file in texts:
+            files[file] = with_end(texts[file], end).encode()
     write_directory(path, files)
 
 
@@ -412,15 +411,24 @@ def merged(source):
 
     header = dict(source.header, kept=base.header.get("kept"))
     header["config"] = {**config, "model": config["model"].removesuffix("+lora")}
+    # The table of positions is the base's too: all of it, though LoRA's run may have used less.
+    header["model_args"] = {**sizes, "block_size": base.header["model_args"]["block_size"]}
     return replace(base, header=header, get=get)
 
 
 def export_adapter(source, path):
     """Write a directory that peft's PeftModel.from_pretrained opens."""
+    require_empty(path)
     if not is_lora(source):
         raise SystemExit(f"{source.path} has no adapters: leave out --adapter")
     from safetensors.torch import save
     sizes = source.header["model_args"]
+    base = sizes["base"]
+    if list_all(base):
+        raise SystemExit(
+            f"base={base} is a run of ours, which peft cannot open: write it with "
+            f"`python -m extras.huggingface {base} DIR`, and pass --base=DIR; or leave out "
+            "--adapter")
     tensors = {}
     for key in source.shapes:
         state, _, name = key.partition(".")
@@ -431,7 +439,7 @@ def export_adapter(source, path):
     config = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=sizes["base"],
+        base_model_name_or_path=base,
         r=sizes["lora_rank"],
         lora_alpha=sizes["lora_alpha"],
         lora_dropout=0.0,
@@ -446,17 +454,18 @@ def export_adapter(source, path):
     write_directory(path, files)
 
 
-def write_directory(path, files):
-    """Write {file: content}. SystemExit if other weights are there, which a program might read
-    instead."""
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    weights = {file.name for pattern in WEIGHTS for file in path.glob(pattern)}
-    others = sorted(weights - set(files))
-    if others:
+def require_empty(path):
+    """SystemExit if the directory has files. They might be the model's that the run began from, or
+    other weights, which a program might read instead of ours."""
+    if os.path.exists(path) and (there := sorted(os.listdir(path))):
         raise SystemExit(
-            f"{path}: other weights are here ({', '.join(others[:3])}); move them away, or pass "
-            "another directory")
+            f"{path}: files are here ({', '.join(there[:3])}); move them away, or pass another "
+            "directory")
+
+
+def write_directory(path, files):
+    """Write {file: content} into an empty directory."""
+    os.makedirs(path, exist_ok=True)
     write_files(path, {file: [content] for file, content in files.items()})
 
 
@@ -528,12 +537,12 @@ def their_tokenizer(source):
         print(f"without a tokenizer: the data's is {name or 'not known'}")
         return {}, None
     try:
-        own = encoder_of(GPT2_HUB if name == "gpt2" else str(data))
+        own = encoder_of(GPT2_HUB if name == "gpt2" else str(data), needs_end=False)
     except SystemExit as e:  # the weights are worth writing without it
         print(f"without a tokenizer: {e.code}")
         return {}, None
-    files = {file: path.read_bytes() for file, path in own.files.items()}
-    config = json.loads(files.get("tokenizer_config.json", "{}"))
+    files = with_kept(own.files, source.header.get("kept") or {})
+    config = json.loads(files["tokenizer_config.json"])
     # The class that takes tokenizer.json as it is. GPT2Tokenizer, say, which is also the default of
     # its kind of model, would split text by a pattern of its own.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -543,19 +552,32 @@ def their_tokenizer(source):
     return files, own.end
 
 
-def with_end(content, end):
+def with_kept(files, kept):
+    """A data set's files with what they lack from the model that the run began from, unless that
+    names other tokens. kept: that model's, {name: text}."""
+    name = "tokenizer_config.json"
+    config = json.loads(files.get(name, "{}"))
+    more = {file: kept[file].encode() for file in BESIDE if file in kept}
+    if "chat_template" in config:  # transformers would prefer the other file
+        more.pop("chat_template.jinja", None)
+    both = {**json.loads(more.get(name, "{}")), **config}
+    result = {**more, **files, name: json.dumps(both).encode()}
+    return {name: b"{}", **files} if unknown_tokens(result) else result
+
+
+def with_end(text, end):
     """A file of theirs, with this token among those that end a text. Chats may end with another
     token than the texts that the model was trained on before."""
-    theirs = json.loads(content)
+    theirs = json.loads(text)
     ends = theirs.get("eos_token_id")
     if ends is None:
         ends = []
     elif not isinstance(ends, list):
         ends = [ends]
-    if end in ends:
-        return content
+    if end is None or end in ends:
+        return text
     theirs["eos_token_id"] = [end, *ends] if ends else end
-    return json.dumps(theirs, indent=2).encode()
+    return json.dumps(theirs, indent=2)
 
 
 def main(argv):
@@ -565,10 +587,13 @@ def main(argv):
     parser.add_argument("directory", help="the directory to write")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--adapter", action="store_true", help="write LoRA's alone, for peft")
+    parser.add_argument("--base", help="LoRA's base, if it is elsewhere now")
     args = parser.parse_args(argv)
     source, _ = open_start(Config(init_from="resume", out_dir=args.out_dir), World())
     config = source.header["config"]
     config["model"] = config["model"].removesuffix("+float8")  # its weights are plain
+    if args.base:
+        source.header["model_args"]["base"] = args.base
     if args.adapter:
         export_adapter(source, args.directory)
         print(f"{source.path} -> {args.directory}, for PeftModel.from_pretrained")

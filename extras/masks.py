@@ -1,11 +1,11 @@
 r"""
 Files of tokens with masks: the model learns only some of them, the answers of a chat for example.
 
-    python -m extras.masks my_data qa.jsonl --template='Q: {question}\nA: {answer}' --learn=answer
+    python -m extras.masks my_data qa.jsonl --learn=answer --template=$'Q: {question}\nA: {answer}'
     python -m extras.masks my_data notes/*.txt --window=1024
 
-It is data/prepare.py with three more options; docs/data.md has the recipe for chats. Beside each
-.bin lies a .mask: one byte per token, 1 if it is learned. The loss is then the mean over those.
+It is data/prepare.py with three more options; extras/docs/masks.md has the recipe for chats. Beside
+each .bin lies a .mask: one byte per token, 1 if it is learned. The loss is the mean over those.
 """
 
 import json

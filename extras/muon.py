@@ -34,9 +34,12 @@ def make(model, cfg):
     """Muon for the blocks' 2-D parameters; AdamW for the rest."""
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2 and p.requires_grad]
     others = set(model.parameters()).difference(matrices)
+    adamw = make_adamw(model, cfg, [p for p in model.parameters() if p in others])
+    if not matrices:  # all are frozen
+        return adamw
     return Muon(
         matrices,
-        make_adamw(model, cfg, [p for p in model.parameters() if p in others]),
+        adamw,
         lr=cfg.learning_rate,
         weight_decay=cfg.weight_decay,
         momentum=cfg.momentum,

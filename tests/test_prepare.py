@@ -118,14 +118,17 @@ def test_prepare_cuts_few_documents_in_two(tmp_path, n, options):
     assert len(val) == pytest.approx(options.get("val_fraction", 0.1) * len(train + val), abs=1)
 
 
-def test_prepare_takes_columns_and_templates(tmp_path):
-    """0 is text, and null is none."""
+def test_prepare_takes_columns_and_templates(tmp_path, capsys):
+    """0 is text, and null is none. Backslashes stay, and a line says so of the usual slip."""
     rows = [{"n": 0, "my text": None}, {"n": 12, "my text": "{n}"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    for options, expected in ((dict(template=r"{n}|\n{my text}"), [b"0|\n", b"12|\n{n}"]),
+    for options, expected in ((dict(template="{n}|\n{my text}"), [b"0|\n", b"12|\n{n}"]),
+                              (dict(template=r"C:\new\{n}"), [rb"C:\new\0", rb"C:\new\12"]),
                               (dict(column="n"), [b"0", b"12"])):
         train, val = prepared([path], tmp_path / "o", **options)
         assert sorted(split_documents(train + val)) == expected
+        said = capsys.readouterr().out
+        assert ("backslash" in said) == ("\\n" in options.get("template", ""))
 
 
 @pytest.fixture
@@ -242,17 +245,19 @@ def test_prepare_replaces_nothing(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_prepare_writes_shards_as_llmc_does(tmp_path, size):
-    """None is empty; another read of the header."""
+    """None is empty; another read of the header. The data's own name may look like a shard's."""
+    name = {2: "x", 4: "x_train_1"}[size]
     job = prepare_py.Job(ARGS, encoder("bytes")._replace(vocab_size=30_000 * size))
-    arguments = dict(name="some/x", shard_tokens=4, source=[])
+    arguments = dict(name=f"some/{name}", shard_tokens=4, source=[])
     record = prepare_py.open_record(tmp_path, arguments)
-    expected = {"x_train_000001": [0, 10, 20], "x_val_000001": [0, 10, 11, *range(20, 26)],
-                "x_train_000002": [*range(30, 35)],
-                "x_train_000003": [50], "x_val_000003": [40, 50]}
+    expected = {"train_000001": [0, 10, 20], "val_000001": [0, 10, 11, *range(20, 26)],
+                "train_000002": [*range(30, 35)],
+                "train_000003": [50], "val_000003": [40, 50]}
+    expected = {f"{name}_{end}": tokens for end, tokens in expected.items()}
     for i in (1, 2, 3):
         waiting = {}
         for split in ("train", "val"):
-            tokens = expected.get(f"x_{split}_00000{i}", [])
+            tokens = expected.get(f"{name}_{split}_00000{i}", [])
             waiting[split] = np.array(tokens, job.dtype).tobytes()
         prepare_py.write_shard(tmp_path, job, waiting, record, {}, is_last=i == 3)
     magic = {2: (20240520, 1), 4: (20240801, 7)}[size]
@@ -263,8 +268,8 @@ def test_prepare_writes_shards_as_llmc_does(tmp_path, size):
     assert {*files_of(tmp_path)} == {RECORD, *(f"{name}.bin" for name in expected)}
     record = json.loads((tmp_path / RECORD).read_text())
     assert record["finished"] and record["tokens"] == dict(train=9, val=11)
-    files = TokenFiles(tmp_path, "val", 1, 60)  # x_val_000002 is not missed
-    assert [len(tokens) for tokens in files.files] == [9, 2]
+    for split, lengths in (("train", [3, 5, 1]), ("val", [9, 2])):  # val_000002 is not missed
+        assert [*map(len, TokenFiles(tmp_path, split, 1, 60).files)] == lengths
 
 
 def test_prepare_holds_out_the_end_before_the_first_shard(tmp_path, monkeypatch):
@@ -329,6 +334,7 @@ def run_prepare(argv, main=prepare_py.main, kill_at=0, pids=None):
             return call(*args, **kwargs)
         return then_killed
 
+    encoder.cache_clear()  # as in a process of its own
     with ExitStack() as stack:
         stack.enter_context(patch.object(sys, "argv", ["prepare.py", *map(str, argv)]))
         for place, name in CALLS:

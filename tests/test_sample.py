@@ -47,13 +47,16 @@ def saved_gpt(path, vocab_size, meta):
 
 @pytest.mark.parametrize("vocab_size, meta, known", [
     (67, {}, False), (67, {"tokenizer": "own"}, False),
-    (67, {"chars": ["a", "b"]}, True), (257, {"vocab_size": 257, "tokenizer": "bytes"}, True)])
+    (67, {"chars": ["b", "a"]}, True), (257, {"vocab_size": 257, "tokenizer": "bytes"}, True)])
 def test_sample_needs_a_tokenizer_and_no_data(tmp_path, capsys, vocab_size, meta, known):
+    """Without a prompt a text begins with a line end, or where there is none, with token 0."""
     saved_gpt(tmp_path, vocab_size, meta)
-    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--start=a"]
+    argv = [f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3"]
+    first = "\n" if "tokenizer" in meta else "b"
     if known:
-        sample.main(argv)
-        assert capsys.readouterr().out.startswith("a")
+        for start, begin in ((["--start=a"], "a"), ([], first), (["--start="], first)):
+            sample.main([*argv, *start])
+            assert capsys.readouterr().out.startswith(begin)
     else:
         line = refused(sample.main, argv)
         assert "gone" in line and f"vocab_size={vocab_size}" in line
@@ -71,10 +74,12 @@ def test_sample_cuts_a_long_prompt_at_its_beginning(tmp_path, capsys):
         assert line.count("\n") == lines and ("21" in line and "16" in line) == (lines > 0)
 
 
-def test_sample_temperature_divides_the_logits():
+@pytest.mark.parametrize("temperature, top_k, expected", [
+    (0.5, None, [1 / 5, 4 / 5]), (1, 1, [0, 1]), (1, 0, [1 / 3, 2 / 3]), (1, -1, [1 / 3, 2 / 3])])
+def test_sample_draws_by_temperature_and_top_k(temperature, top_k, expected):
     with patch.object(torch, "multinomial") as drawn:
-        sample.draw(torch.tensor([[0.0, math.log(2.0)]]), 0.5, None, None)  # odds 1 : 2, squared
-    assert drawn.call_args.args[0].tolist() == [[pytest.approx(0.2), pytest.approx(0.8)]]
+        sample.draw(torch.tensor([[0.0, math.log(2.0)]]), temperature, top_k, None)  # odds 1 : 2
+    assert drawn.call_args.args[0].tolist() == [pytest.approx(expected)]
 
 
 def test_sample_leaves_cudnns_attention_out(tmp, monkeypatch):

@@ -7,6 +7,8 @@ in test_learn.py.
 
 import json
 import os
+import re
+from functools import partial
 
 import pytest
 from harness import refused
@@ -91,12 +93,37 @@ def test_end_of_a_text_is_the_configs_or_a_usual_one(tmp_path):
                           (None, "</s>")):
         hf = make(tmp_path, end=eos)
         assert hf_tokenizer.encoder_of(str(tmp_path)).end == hf.token_to_id(expected)
-    make(tmp_path, special=["<s>"])
+    make(tmp_path, special=["<s>"], end=None)
     assert "name its eos_token" in refused(hf_tokenizer.encoder_of, str(tmp_path))
+    os.remove(tmp_path / "tokenizer_config.json")
     words = tokenizers.models.WordLevel({"the": 0, "</s>": 9}, unk_token="the")
     tokenizers.Tokenizer(words).save(str(tmp_path / "gaps.json"))
     gaps = encoder(str(tmp_path / "gaps.json"))
     assert (gaps.end, gaps.vocab_size) == (9, 10)  # the largest id counts, not how many
+
+
+@pytest.mark.parametrize("file, named", [
+    ("tokenizer_config.json", {"additional_special_tokens": ["<new>"]}),
+    ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<new>"}}),
+    ("tokenizer_config.json", {"pad_token": {"content": "<new>", "__type": "AddedToken"}}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"999": {"content": "<new>"}}}),
+    ("special_tokens_map.json", {"mask_token": "<new>"})])
+def test_special_tokens_that_only_a_config_names_are_refused_with_the_remedy(
+        tmp_path, file, named):
+    """With it they are transformers'."""
+    transformers = pytest.importorskip("transformers")
+    make(tmp_path)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / file).write_text(json.dumps({**said, **named, "add_bos_token": True}))
+    text = "the <new> sun"
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    for opened in (hf_tokenizer.encoder_of, partial(tokenizer, {"vocab_size": 700})):
+        line = refused(opened, str(tmp_path))
+        assert "such as <new>" in line
+    exec(re.search("AutoT.*", line)[0].replace("DIR", "str(tmp_path)"), {
+        "AutoTokenizer": transformers.AutoTokenizer, "tmp_path": tmp_path})
+    assert encoder(str(tmp_path)).encoding(text, True).ids == expected[1:]
+    assert tokenizer({"vocab_size": 700}, str(tmp_path))[0](text) == expected
 
 
 def test_another_tokenizer_of_the_same_path_is_refused(tmp_path, capsys):

@@ -130,17 +130,16 @@ def test_huggingface_of_a_model_without_biases_has_zeros(tmp_path):
 
 
 def test_huggingface_out_refuses_what_would_be_read_as_another_model(tmp_path):
-    """Weights beside the new ones, which a program may take; and what it has no format for."""
+    """What it has no format for; and any file that is there, which may be another model's."""
     source = source_of(plain_gpt())
-    make_hf(tmp_path, "llama3")
-    (tmp_path / "adapter_config.json").touch()
-    there = sorted(os.listdir(tmp_path))
-    assert "(adapter_config.json, model-00001-of" in refused(export, source, str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == there
     source.header["config"] = {"model": "mine"}
     assert "model=mine" in refused(export, source, str(tmp_path))
     source.header.update(config={"model": "llama"}, model_args=dict(qk_norm=True, qkv_bias=True))
     assert "qk_norm with qkv_bias" in refused(export, source, str(tmp_path))
+    (tmp_path / "tokenizer.model").touch()
+    for write in (export, huggingface.export_adapter):
+        assert "(tokenizer.model)" in refused(write, source, str(tmp_path))
+    assert os.listdir(tmp_path) == ["tokenizer.model"]
 
 
 def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, capsys):
@@ -182,6 +181,32 @@ def test_huggingface_tokenizer_has_its_own_pattern_whatever_its_class(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs(text)["input_ids"] == own.encode(text).ids != by_class(text)["input_ids"]
     assert (theirs.eos_token, theirs.padding_side) == ("</s>", "left")
+
+
+MODELS = dict(eos_token="<s>", padding_side="left", chat_template="{{ messages }}")
+
+
+@pytest.mark.parametrize("datas, models, expected", [
+    (None, None, {}), (None, MODELS, MODELS), (None, dict(MODELS, pad_token="other"), {}),
+    (dict(chat_template="own"), MODELS, dict(MODELS, chat_template="own"))])
+def test_huggingface_tokenizer_takes_from_the_model_what_the_data_lacks(
+        tmp_path, datas, models, expected):
+    """From the model that the run began from, if it has the same tokens. The data's has no end."""
+    own = make(tmp_path / "data", special=["<s>"])
+    os.remove(tmp_path / "data/tokenizer_config.json")
+    if datas:
+        (tmp_path / "data/tokenizer_config.json").write_text(json.dumps(datas))
+    source = source_of(plain_gpt())
+    source.header["config"]["dataset"] = str(tmp_path / "data")
+    source.header["meta"] = dict(vocab_size=300, tokenizer="tokenizer.json")
+    if models:
+        source.header["kept"] = {KEPT[2]: json.dumps(models), KEPT[4]: MODELS["chat_template"]}
+    export(source, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the other sun"
+    assert theirs(text)["input_ids"] == own.encode(text).ids
+    nothing = dict(eos_token=None, padding_side="right", chat_template=None)
+    assert {key: getattr(theirs, key) for key in nothing} == {**nothing, **expected}
 
 
 def edited(**values):

@@ -140,7 +140,7 @@ def test_llama_from_hugging_face_and_back(tmp_path):
     chats = "".join(json.dumps(dict(q=s, a=s[::-1])) + "\n" for s in SENTENCES)
     (tmp_path / "chats.jsonl").write_text(chats)
     run_prepare(["x", tmp_path / "chats.jsonl", f"--out={tmp_path}/made", f"--tokenizer={hf_dir}",
-                 r"--template=Q: {q}\nA: {a}", "--val_fraction=0.2"])
+                 "--template=Q: {q}\nA: {a}", "--val_fraction=0.2"])
     os.rename(tmp_path / "made", data)  # it is whole without the model's directory
     first = hf.encode(f"Q: {SENTENCES[0]}\nA: {SENTENCES[0][::-1]}").ids + [end]
     assert open_tokens(data / "train.bin")[:len(first)].tolist() == first

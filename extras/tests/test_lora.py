@@ -22,6 +22,7 @@ import checkpoint
 import sample
 import train
 from configurator import load_config, resolve
+from data.loader import TokenFiles
 from extras import huggingface, lora
 from extras.to_full import whole
 from ranks import World
@@ -189,11 +190,31 @@ def test_lora_a_base_in_hugging_faces_format_is_known_by_its_weights(base, tmp_p
     pytest.importorskip("safetensors")
     source = checkpoint.find(base, World())
     origins = []
-    for factor in (1, 1, 1.01):
+    for i, factor in enumerate((1, 1, 1.01)):
         scaled = replace(source, get=lambda key, factor=factor: source.get(key) * factor)
-        huggingface.export(scaled, tmp_path)
-        origins.append(huggingface.open_pretrained(str(tmp_path)).header["origin"])
+        huggingface.export(scaled, tmp_path / str(i))
+        origins.append(huggingface.open_pretrained(str(tmp_path / str(i))).header["origin"])
     assert origins[0] == origins[1] != origins[2]
+
+
+def test_lora_exports_of_a_shorter_run_on_a_base_of_ours(tmp, base, tmp_path):
+    """Merged, with the base's context; and for peft, which needs the base exported."""
+    transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+    out, merged, plain, adapter = (str(tmp_path / x) for x in ("out", "merged", "plain", "adapter"))
+    run_training(tmp, out, base=base, block_size=8, eval_iters=1000, **KEYS)
+    there = sorted(os.listdir(base))
+    assert f"{base}: files are here" in refused(huggingface.main, [out, base])
+    assert f"base={base} is a run of ours" in refused(huggingface.main, [out, adapter, "--adapter"])
+    assert sorted(os.listdir(base)) == there and not os.path.exists(adapter)
+    for argv in ([out, merged], [base, plain], [out, adapter, "--adapter", f"--base={plain}"]):
+        huggingface.main(argv)
+    files = TokenFiles(f"{tmp}/toy", "val", 8, 67)
+    x, y = files.batch(range(len(files)))
+    for theirs in (transformers.AutoModelForCausalLM.from_pretrained(merged),
+                   peft.AutoPeftModelForCausalLM.from_pretrained(adapter)):
+        loss = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
+        assert loss.item() == pytest.approx(read_ckpt(out)["best_val_loss"], rel=1e-5)
+        assert theirs.config.n_positions == 16
 
 
 def case_bytes(tmp):

@@ -95,6 +95,19 @@ def test_muon_update_rule_is_pytorchs_in_bf16(tmp):
     assert len(matrices) == 12
 
 
+@pytest.mark.parametrize("freeze", [r"h\.", "wte|wpe|ln|bias"])
+def test_muon_trains_if_all_matrices_or_all_others_are_frozen(tmp, freeze):
+    """Without matrices the run is AdamW's. Both go on."""
+    def of(name, optimizer, **more):
+        keys = dict(freeze=freeze, eval_interval=2, **{"max_iters": 4, **more})
+        rows = run_training(tmp, f"muon-{name}-{freeze}", optimizer=optimizer, **keys)
+        return [row["loss"] for row in rows]
+
+    whole = of("whole", "adamw" if freeze == r"h\." else "muon")
+    of("part", "muon", max_iters=2)
+    assert of("part", "muon", init_from="resume") == whole and len({*whole}) == 4
+
+
 # ---------- mechanisms: who orthogonalizes what, and what is sent and kept -----
 
 MECHANISMS = {
