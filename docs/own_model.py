@@ -13,7 +13,7 @@ Go on with another number of ranks. Or compute in bfloat16, and with less memory
     torchrun --standalone --nproc_per_node=2 docs/own_model.py --save=out-own
     torchrun --standalone --nproc_per_node=3 docs/own_model.py --save=out-own --resume --steps=60
     torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16 --checkpointing --fused
-    torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16 --compile
+    torchrun --standalone --nproc_per_node=2 docs/own_model.py --bf16 --compile --average=0.9
 
 docs/your_model.md says what FSDP2 asks of a model, and has recipes for what is not here.
 """
@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))  # where these four lie:
 import activations
@@ -43,6 +44,7 @@ parser.add_argument("--checkpointing", action="store_true", help="recompute what
 parser.add_argument("--compile", action="store_true", help="compile each block")
 parser.add_argument("--fused", action="store_true", help="AdamW in one kernel, with no temporaries")
 parser.add_argument("--compare", metavar="FILE", help="compare steps with FILE, or make it")
+parser.add_argument("--average", type=float, help="evaluate an average of the weights; its decay")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--save", help="a directory for checkpoints, and the whole weights")
 parser.add_argument("--resume", action="store_true", help="go on after the newest of --save")
@@ -106,12 +108,23 @@ def mean_over_ranks(value):
     return value.item() / size
 
 
+def state_of(step):
+    """All that a checkpoint has. Tensors are this rank's rows."""
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state, "scheduler": scheduler.state_dict()}
+    if average:
+        saved["average"] = average.state_dict()
+    return {**saved, "step": step}
+
+
 def save(step):
     """Each rank writes its rows. A path of its own for each step, since a save over an old one that
     is cut off would leave rows of two steps; the last two stay."""
-    weights, state = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": state, "scheduler": scheduler.state_dict()}
-    dcp.save({**saved, "step": step}, checkpoint_id=f"{args.save}/step-{step:06}")
+    had_state = bool(optimizer.state)
+    saved = state_of(step)
+    if optimizer.state and not had_state:  # get_state_dict made it by a step, which Adam counts
+        raise SystemExit(f"save({step}): save after the first step, not before")
+    dcp.save(saved, checkpoint_id=f"{args.save}/step-{step:06}")
     if rank == 0:
         for path in checkpoints()[:-2]:
             shutil.rmtree(path)
@@ -119,18 +132,23 @@ def save(step):
 
 def checkpoints():
     """Those that are complete, the newest last: .metadata is written at the end."""
-    return sorted(path.parent for path in Path(args.save).glob("step-*/.metadata"))
+    found = [path.parent for path in Path(args.save).glob("step-*/.metadata")]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def resume():
     """On any number of ranks. Returns the step. Learning rate and weight decay are the saved ones:
     set others after this. (PyTorch unpickles parts of the files: read only those you trust.)"""
-    if not checkpoints():
+    newest = checkpoints()[-1:]
+    if not newest:
         raise SystemExit(f"--resume: no checkpoint in --save={args.save}")
-    weights, state = get_state_dict(model, optimizer)  # this rank's rows, to read into
-    saved = {"model": weights, "optimizer": state, "scheduler": scheduler.state_dict(), "step": 0}
-    dcp.load(saved, checkpoint_id=checkpoints()[-1])
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    if is_sharded:  # rank 0's, since a network's disk may not show all ranks the same
+        dist.broadcast_object_list(newest)
+    optimizer.zero_grad()  # beside gradients get_state_dict would make no state to read into
+    saved = state_of(0)
+    dcp.load(saved, checkpoint_id=newest[0])  # in place, which is all that the average needs
+    set_state_dict(
+        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])  # after the optimizer, whose rates it sets
     return saved["step"]
 
@@ -155,13 +173,19 @@ if is_sharded:
 torch.manual_seed(0)
 model = Model()
 checks.before_sharding(model.to(device))
+average = None
+if args.average:  # copied before checkpointing and compiling, which bind to this model's blocks
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.average))
 if args.checkpointing:
     activations.checkpoint_activations(model.blocks, "selective")
 if args.compile:
     activations.compile_blocks(model.blocks)
 if is_sharded:
     policy = fsdp.mixed_precision(torch.bfloat16) if args.bf16 else None
-    fsdp.shard(model, model.blocks, fsdp.make_mesh(device), mp_policy=policy)
+    mesh = fsdp.make_mesh(device)
+    fsdp.shard(model, model.blocks, mesh, mp_policy=policy)
+    if average:
+        fsdp.shard(average.module, average.module.blocks, mesh, mp_policy=policy)
 if rank == 0:
     print(f"{size} x {device}, {'sharded' if is_sharded else 'not sharded'}", flush=True)
 
@@ -194,6 +218,8 @@ for step in range(first + 1, args.steps + 1):
     norm = fsdp.clip_grad_norm(model, 1.0)
     optimizer.step()
     scheduler.step()
+    if average:
+        average.update_parameters(model)
     fsdp.zero_grad(model, optimizer)
     if step % 10 == 0 or step == args.steps:
         mean = mean_over_ranks(total)
@@ -206,9 +232,10 @@ for step in range(first + 1, args.steps + 1):
         save(step)
 
 # 5) Evaluate, on every rank, since a forward gathers.
-with fsdp.inference(model):
+result = average.module if average else model
+with fsdp.inference(result):
     x, y = images_of(-2)
-    right = mean_over_ranks((model(x).argmax(dim=1) == y).float().mean())
+    right = mean_over_ranks((result(x).argmax(dim=1) == y).float().mean())
 if rank == 0:
     print(f"{right:.0%} of new images are right", flush=True)
 if rank == 0 and compared:
@@ -216,7 +243,7 @@ if rank == 0 and compared:
 
 # 6) The whole weights in one file, to use elsewhere.
 if args.save:
-    state = model.state_dict()  # of a module with get_extra_state it has more than tensors
+    state = result.state_dict()  # of a module with get_extra_state it has more than tensors
     whole = {name: fsdp.gather_full(t) for name, t in state.items() if torch.is_tensor(t)}
     if rank == 0:
         torch.save(whole, f"{args.save}/weights.pt")

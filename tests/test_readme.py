@@ -13,6 +13,7 @@ from glob import glob
 import pytest
 import torch
 from harness import HERE, flags, script, torchrun
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import launch
 
 from configurator import load_config
@@ -91,7 +92,8 @@ def plain_minimal():
 # docs/own_model.py
 
 def plain_own(steps):
-    """Its model in plain PyTorch, on whole batches: (losses, share of new images right, model)."""
+    """Its model in plain PyTorch, on whole batches: (losses, the average of its weights, the share
+    of new images that this gets right)."""
     code = ast.parse(text_of("docs/own_model.py"))
     own = {"__name__": "own", "rank": 0, "size": 1, "device": "cpu"}
     kept = [node for node in code.body if isinstance(node, (ast.ImportFrom, ast.ClassDef))
@@ -99,6 +101,7 @@ def plain_own(steps):
     exec(compile(ast.Module(kept, []), OWN, "exec"), own)
     torch.manual_seed(0)
     model = own["Model"]()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW([
         dict(params=[p for p in model.parameters() if p.dim() == 1], weight_decay=0),
         dict(params=[p for p in model.parameters() if p.dim() > 1], weight_decay=0.1)])
@@ -112,37 +115,57 @@ def plain_own(steps):
         for group in optimizer.param_groups:  # a tenth, and in 10 steps the whole
             group["lr"] = 1e-3 * min(1, 0.1 + 0.9 * (step - 1) / 10)
         optimizer.step()
+        average.update_parameters(model)
         losses.append(loss.item())
     x, y = own["images_of"](-2)
-    return losses, (model(x).argmax(dim=1) == y).float().mean().item(), model
+    right = (average(x).argmax(dim=1) == y).float().mean().item()
+    return losses, average.module.state_dict(), right
 
 
-def own_run(n, cwd, *args):
+def own_run(n, cwd, *args, program=OWN):
     """What it printed: ({step: loss}, percentage of new images right)."""
-    p = launched(n, cwd, OWN, *args)
+    p = launched(n, cwd, program, *args)
     assert p.stdout.count("are right") == 1  # one rank speaks
     losses = re.findall(r"step (\d+): loss ([\d.]+)", p.stdout)
     losses = {int(step): float(loss) for step, loss in losses}
     return losses, int(re.search(r"(\d+)% of new images", p.stdout)[1])
 
 
+def changed_own(cwd, before_resume):
+    """The program, with a line before `resume`."""
+    whole = text_of("docs/own_model.py")
+    assert whole.count("\nfirst = ") == 1
+    path = cwd / "changed.py"
+    path.write_text(whole.replace("\nfirst = ", f"\n{before_resume}\nfirst = "))
+    return path
+
+
 def test_own_model_trains_as_plain_pytorch(tmp_path):
     """On two ranks, then on three from their checkpoint, with whole weights in the end."""
-    expected, right, model = plain_own(20)
-    losses, _ = own_run(2, tmp_path, "--steps=10", "--save=saved")
-    more, found = own_run(3, tmp_path, "--steps=20", "--save=saved", "--resume")
+    expected, average, right = plain_own(20)
+    keep = "--average=0.9", "--save=saved"
+    losses, _ = own_run(2, tmp_path, "--steps=10", *keep)
+    # Gradients that are there before it change nothing.
+    program = changed_own(tmp_path, "model(images_of(9)[0]).sum().backward()")
+    more, found = own_run(3, tmp_path, "--steps=20", *keep, "--resume", program=program)
     losses.update(more)  # it prints four digits
     assert losses == {step: pytest.approx(expected[step - 1], abs=1.5e-4) for step in (10, 20)}
     half, _ = own_run(2, tmp_path, "--steps=10", "--bf16", "--checkpointing", "--fused")
     assert half == {10: pytest.approx(expected[9], rel=0.01)} and half[10] != losses[10]
     assert found == pytest.approx(100 * right, abs=1.1)
     saved = torch.load(tmp_path / "saved" / "weights.pt")
-    for name, p in model.state_dict().items():
-        assert (saved.pop(name) - p).norm() < 1e-2 * p.norm(), name
+    for name, t in average.items():
+        assert (saved.pop(name) - t).norm() < 1e-4 * t.norm(), name
     assert not saved
     more, _ = own_run(1, tmp_path, "--steps=40", "--save=saved", "--resume")
     assert sorted(more) == [30, 40]  # after the newest; the last two stay
     assert sorted(os.listdir(tmp_path / "saved")) == ["step-000020", "step-000040", "weights.pt"]
+
+
+def test_own_model_does_not_save_before_the_first_step(tmp_path):
+    program = changed_own(tmp_path, "save(0)")
+    p = script(program, f"--save={tmp_path}")
+    assert p.returncode == 1 and p.stderr.count("\n") == 1 and "after the first step" in p.stderr
 
 
 @pytest.mark.slow
