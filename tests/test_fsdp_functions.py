@@ -348,6 +348,7 @@ def case_inference_leaves_nothing_gathered():
             hook = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
             model(inputs(0))
         hook.remove()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
         for p in (*model.parameters(), *plain.parameters()):
             p.data.mul_(2)  # of this rank's rows
         assert_exact(model, plain)
