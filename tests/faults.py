@@ -4,36 +4,41 @@ Random faults on the way of random runs. What comes out must be an undisturbed r
     python tests/faults.py 200              # until 200 faults have happened
     python tests/faults.py 1 --seed=17      # the run that had this seed, again
 
-A run is single, ddp or full_shard, with full or sharded checkpoints. One to three faults happen to
-it: a signal to a rank or to all; a full disk; damage to a checkpoint. After each it
-is started again, with the same command. At last it ends well, and its losses, weights and optimizer
-state are compared. No fault but damage may cost a checkpoint that was whole. A seed gives the same
-run, faults and moments, as far as the clock allows. Exit code 1 at the first that differs.
+A run is one of KINDS: a training with full or sharded checkpoints, or data/prepare.py. One to
+three faults happen to it: a signal to a rank or to all; a full disk; damage to a checkpoint. After
+each it starts again with the same command. At last it ends well, and what it wrote is compared. No
+fault but damage may cost a checkpoint that was whole, and nothing trains on half a data set. A seed
+gives the same run and faults, as far as the clock allows. Exit code 1 at the first that differs.
 """
 
-import glob
 import os
 import random
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-import torch
-from harness import Ranks
-from training import arguments, launch, losses, make_data, tensor_of, trained
+from harness import HERE, Ranks, flags
+from training import WAYS, arguments, losses, make_data, tensor_of, trained
 
 import checkpoint
 import train
+from data import prepare
 from ranks import World
 
-RUN = dict(max_iters=24, eval_interval=2, init_from="auto", gradient_accumulation_steps=2,
+RUN = dict(max_iters=16, eval_interval=2, init_from="auto", gradient_accumulation_steps=4,
            n_embd=120)
-STRATEGIES = {"single": 1, "ddp": 2, "full_shard": 2}  # and ranks
+KINDS = {"single": (1, {}), **WAYS, "prepare": (1, {})}  # ranks, and a training's keys
+KINDS["offloaded"] = 2, dict(strategy="full_shard", cpu_offload=0.5)
+if os.path.exists(os.path.join(HERE, "extras")):  # a fork may have deleted it
+    KINDS["muon"] = 2, dict(strategy="full_shard", optimizer="muon")
+    KINDS["lora"] = 2, dict(strategy="full_shard", model="gpt2+lora")
 
 
 def newest(out):
@@ -44,105 +49,120 @@ def newest(out):
     return -1
 
 
-# -----------------------------------------------------------------------------
-# faults: each starts the run, lets something happen to it, and says what
-
-
-def signal_to_ranks(rng, world, out, args):
+def signal_to_ranks(rng, out, seconds, world, *work):
     """To one rank or to all, at any moment: while it imports, trains, saves or leaves."""
     number = rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *[signal.SIGKILL] * 3])
-    all_of_them, seconds, one = rng.random() < 0.5, rng.random() * 4, rng.randrange(world)
-    p = Ranks(world, train.main, args)
+    hit = rng.choice([[*range(world)], [rng.randrange(world)]])
+    p = Ranks(world, *work)
     time.sleep(seconds)
-    hit = range(world) if all_of_them else [one]
     p.send(number, *hit)
     p.finish()
-    return f"{number.name} to {'all' if all_of_them else f'rank {one}'} after {seconds:.2f} s"
+    return f"{number.name} to ranks {hit} after {seconds:.2f} s"
 
 
-def full_disk(rng, world, out, args):
+def full_disk(rng, out, seconds, world, *work):
     """Any file of so many bytes is too large."""
     limit = rng.choice([200, 5000, 100_000, 1_000_000, 5_000_000])
-    Ranks(world, limited, limit, args).finish()
+    Ranks(world, limited, limit, *work).finish()
     return f"disk full at {limit:,} bytes"
 
 
-def limited(limit, argv):
-    """train.py on a disk that is full as soon as a file has so many bytes."""
+def limited(limit, function, *args):
+    """A function on a disk that is full as soon as a file has so many bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    train.main(argv)
+    function(*args)
 
 
-def damage(rng, world, out, args):
-    """A run is killed, and a file of a checkpoint cut, removed, or changed in a bit or a block."""
-    seconds, what = rng.random() * 4, rng.choice(["cut", "flip", "zero", "remove"])
-    which, where, bit = rng.random(), rng.random(), rng.randrange(8)
-    p = Ranks(world, train.main, args)
-    time.sleep(seconds)
-    p.kill()
-    names = glob.glob("*.pt", root_dir=out)
-    names += glob.glob("step-*/*", root_dir=out, include_hidden=True)
-    if not names:
-        return "SIGKILL before its first checkpoint"
-    name = sorted(names)[int(which * len(names))]
-    path = Path(out, name)
+def damage(rng, out, seconds, world, *work):
+    """A signal; then a file of a checkpoint is cut, removed, or changed in a bit or a block."""
+    said = signal_to_ranks(rng, out, seconds, world, *work)
+    paths = sorted([*Path(out).glob("*.pt"), *Path(out).glob("step-*/*")])
+    if not paths:
+        return said
+    path, what = rng.choice(paths), rng.choice(["cut", "flip", "zero", "remove"])
     data = bytearray(path.read_bytes())
-    at = int(where * len(data))
+    at = int(rng.random() * len(data))
     if what == "cut":
         data = data[:at]
     elif what == "flip" and data:
-        data[at] ^= 1 << bit
+        data[at] ^= 1 << rng.randrange(8)
     elif what == "zero":
         data[at:at + 4096] = bytes(len(data[at:at + 4096]))
     path.write_bytes(data)
     if what == "remove":
         path.unlink()
-    return f"{what} {name}"
+    return f"{said}, {what} {path.relative_to(out)}"
 
 
-FAULTS = [signal_to_ranks, damage, full_disk]
+FAULTS = [signal_to_ranks, full_disk, damage]  # each starts the run, and says what happened to it
 
 
-# -----------------------------------------------------------------------------
-# a run and its comparison
+def work_of(tmp, kind, out, **keys):
+    """The run that writes to `out`, as Ranks takes it."""
+    world, own = KINDS[kind]
+    if kind == "prepare":
+        return world, slow_prepare, out
+    if kind == "lora":
+        keys["base"], _ = undisturbed(tmp, "single")
+    return world, train.main, arguments(tmp, out, **own, **RUN, **keys)
+
+
+def slow_prepare(out):
+    """data/prepare.py on a disk so slow that most signals come while it writes."""
+    os.fsync = lambda fd: time.sleep(0.1)
+    texts = sorted(map(str, Path(os.__file__).parent.glob("*.py")))
+    sys.argv = ["prepare.py", "x", *texts, *flags(out=out, tokenizer="bytes", shard_tokens=10**6)]
+    prepare.main()
+
+
+@cache
+def undisturbed(tmp, kind):
+    """Where a run without faults has written, and how many seconds it took."""
+    out = os.path.join(tmp, kind)
+    p = Ranks(*work_of(tmp, kind, out))
+    start = time.time()
+    p = p.finish()
+    seconds = time.time() - start
+    assert p.returncode == 0, p.stderr
+    return out, seconds
 
 
 def one_run(tmp, seed):
     """A run with its faults; returns how many, and says what happened to it."""
     rng = random.Random(seed)
-    strategy, world = rng.choice([*STRATEGIES.items()])
-    kind = rng.choice(["full", "sharded"])
-    whole = os.path.join(tmp, f"undisturbed-{strategy}")
-    if not os.path.exists(whole):
-        launch(world, arguments(tmp, whole, strategy=strategy, **RUN))
+    kind, saved = rng.choice([*KINDS]), rng.choice(["full", "sharded"])
+    whole, seconds = undisturbed(tmp, kind)
     out = os.path.join(tmp, f"run-{seed}", "out")
-    os.makedirs(os.path.dirname(out))
-    args = arguments(tmp, out, strategy=strategy, checkpoint=kind, **RUN)
-    faults = rng.choices(FAULTS, weights=[2, 1, 1], k=rng.choice([1, 2, 3]))
-    print(f"seed {seed}: {strategy}, {kind}", end="", flush=True)
+    work = work_of(tmp, kind, out, checkpoint=saved)
+    faults = rng.choices(FAULTS, [2, 1, kind != "prepare"], k=rng.choice([1, 2, 3]))
+    print(f"seed {seed}: {kind}, {saved}", end="", flush=True)
     for fault in faults:
         before = newest(out)
-        print(f"; {fault(rng, world, out, args)}", end="", flush=True)
+        print(f"; {fault(rng, out, rng.random() * seconds, *work)}", end="", flush=True)
         assert fault is damage or newest(out) >= before, f"step {before} is gone: {newest(out)}"
-    p = trained(world, args)
+        if kind == "prepare":  # a training is refused, or has all of it
+            p = trained(1, arguments(tmp, f"{out}-run", dataset=out, max_iters=1))
+            assert p.stderr.count("\n") == 1 or result(kind, out) == result(kind, whole), p.stderr
+    p = Ranks(*work).finish()
     if p.returncode:  # all that was there is damaged: it says which
         assert "move it away, or pass another out_dir" in p.stderr, p.stderr
         assert damage in faults and "Traceback" not in p.stderr, p.stderr
         shutil.rmtree(out)
-        launch(world, args)
-    assert_same_result(out, whole)
+        Ranks(*work).finish()
+    ours, theirs = result(kind, out), result(kind, whole)
+    assert ours == theirs, [key for key in theirs if theirs[key] != ours.get(key)]
     shutil.rmtree(os.path.dirname(out))
     return len(faults)
 
 
-def assert_same_result(out, whole):
-    ours, theirs = (checkpoint.find(path, World()) for path in (out, whole))
-    assert ours.header["iter_num"] == theirs.header["iter_num"] == RUN["max_iters"]
-    head = "model.lm_head.weight"  # tied: a full checkpoint names it too
-    assert ours.shapes.keys() | {head} == theirs.shapes.keys() | {head}
-    for key in ours.shapes:
-        assert torch.equal(tensor_of(ours, key), tensor_of(theirs, key)), f"{key} differs"
-    assert losses(out) == losses(whole), "losses differ"
+def result(kind, out):
+    """What the run has made, by name: weights, optimizer state and losses, or files."""
+    if kind == "prepare":
+        return {path.name: path.read_bytes() for path in Path(out).glob("*")}
+    source = checkpoint.find(out, World())
+    values = {key: tensor_of(source, key).numpy().tobytes() for key in source.shapes}
+    values.pop("model.lm_head.weight", None)  # tied: a full checkpoint names it too
+    return dict(values, losses=losses(out))
 
 
 def main(n, seed):
