@@ -247,9 +247,9 @@ def write_small(out, train, val, **meta):
     """Write out's files from two lists of tokens. SystemExit if it has another data set."""
     out = Path(out).expanduser()
     contents = {
+        "meta.json": json.dumps(meta).encode(),  # first: without it a run takes GPT-2's vocabulary
         "train.bin": np.array(train, np.uint16).tobytes(),
         "val.bin": np.array(val, np.uint16).tobytes(),
-        "meta.json": json.dumps(meta).encode(),
     }
     for path in out.glob("*.bin"):
         if path.read_bytes() != contents.get(path.name):
