@@ -222,7 +222,7 @@ def parts_of(model, optimizer, loss, scale, outputs):
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
                 parts[f"state {key} {name}"] = part_of(torch.as_tensor(value), name)
-    # torch.compile's wrapper is no part of a name.
+    # torch.compile's wrapper does not belong to a name.
     return {key.replace("_orig_mod.", ""): part for key, part in parts.items()}
 
 

@@ -32,7 +32,7 @@ import torch
 
 def make(model, cfg, params=None):
     """AdamW with nanoGPT's two groups, in its order: matrices and embeddings decay, vectors
-    do not, nor does what has Mamba's mark, `p._no_weight_decay = True`. params: instead of all."""
+    do not, nor do those with Mamba's mark, `p._no_weight_decay = True`. params: instead of all."""
     trained = [p for p in (model.parameters() if params is None else params) if p.requires_grad]
     decayed = {p for p in trained if p.dim() >= 2 and not getattr(p, "_no_weight_decay", False)}
     groups = [

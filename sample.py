@@ -6,7 +6,7 @@ Sample text from a trained model.
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt    # or a hub name, a directory
     echo 'import os' | python sample.py --out_dir=out-quickstart --start=FILE:/dev/stdin
 
-An end of text ends no sample: the model goes on with another text.
+A sample does not stop at an end of text: the model goes on with another text.
 """
 
 import inspect

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=8 train.py CONFIG --model=gpt2+float8 --dtype=bfloat16
 
 A checkpoint holds plain fp32 weights. With --model=NAME a run goes on without float8, and sample.py
-takes none.
+never uses it.
 """
 
 import weakref

@@ -95,7 +95,7 @@ def plan(cfg, world, machine, flops_per_token=0):
 
 
 def seconds(events, flops, machine):
-    """A step's seconds on a GPU that does so many FLOPs and has these events: the larger of two
+    """A step's seconds on a GPU that does these FLOPs and has these events: the larger of two
     times, and what nothing hides."""
     compute = flops / (PEAK_FLOPS[machine.gpu.name] * machine.mfu)
     sending = alone = 0

@@ -61,7 +61,7 @@ def signal_to_ranks(rng, out, seconds, world, *work):
 
 
 def full_disk(rng, out, seconds, world, *work):
-    """Any file of so many bytes is too large."""
+    """A file of `limit` bytes is too large."""
     limit = rng.choice([200, 5000, 100_000, 1_000_000, 5_000_000])
     Ranks(world, limited, limit, *work).finish()
     return f"disk full at {limit:,} bytes"

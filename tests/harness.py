@@ -266,7 +266,7 @@ class Ranks:
         self.wait(60)
 
     def wait(self, seconds, until_one_fails=False):
-        """Until all have ended; no longer than so many seconds."""
+        """Until all have ended; at most this many seconds."""
         end = time.time() + seconds
         while self.left() and not (until_one_fails and any(self.codes.values())):
             reports = {self.servers[rank].stdout: rank for rank in self.left()}
