@@ -119,10 +119,10 @@ def load(source, model, optimizer, world):
 
 def load_changed_numbers(source, optimizer):
     """Set the numbers that the optimizer itself had changed in its groups since it was made, such
-    as Prodigy's d or a count. But if it was made with another number, that one is today's word."""
+    as Prodigy's d or a count. What the code or a key has set is today's."""
     for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
         for key, made in saved.get("made", {}).items():
-            if saved[key] != made == group["made"].get(key):
+            if saved[key] != made:
                 group[key] = saved[key]
 
 

@@ -196,6 +196,8 @@ groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_d
 optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=args.fused)
 checks.after_building(model, optimizer)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)  # warm up
+if args.save and not args.resume and checkpoints():  # `save` would take its steps for older ones
+    raise SystemExit(f"--save={args.save} has a run: pass --resume, or another directory")
 first = resume() if args.resume else 0
 compared = args.compare and compare.Compare(
     args.compare, model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)})
