@@ -45,7 +45,7 @@ class Batches:
     def __init__(self, cfg, world, kind):
         self.cfg = cfg
         self.world = world
-        self.prefetched = None, None  # (step, micro), and its batch
+        self.prefetched = {}  # {(step, micro): its batch}, one at a time
         self.seconds = 0  # of this process, in reads since the last log line
         self.files = {}  # {split: TokenFiles}
         directory = data_dir(cfg.dataset)
@@ -60,11 +60,8 @@ class Batches:
         weight: how many of its targets count, relative to the mean micro-batch of this step
         over all ranks. Without masks it is 1.
         """
-        found, batch = self.prefetched
-        self.prefetched = None, None  # the caller has it now: keep no second reference
-        if found != (step, micro):
-            batch = self.read(step, micro)
-        return batch
+        batch = self.prefetched.pop((step, micro), None)  # keep no second reference
+        return batch or self.read(step, micro)
 
     def prefetch_next(self, step, micro):
         """Read the micro-batch after this one, and keep it for get()."""
@@ -72,7 +69,7 @@ class Batches:
         if micro == self.cfg.gradient_accumulation_steps // self.world.size:
             step += 1
             micro = 0
-        self.prefetched = (step, micro), self.read(step, micro)
+        self.prefetched = {(step, micro): self.read(step, micro)}
 
     def read(self, step, micro):
         """The batch that get() returns; adds the time it takes to self.seconds."""
