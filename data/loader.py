@@ -19,6 +19,7 @@ ignore.
 import json
 import time
 from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -140,10 +141,8 @@ class TokenFiles:
         self.vocab_size = vocab_size
         self.files = open_split(directory, split)
         # n windows take n * block_size + 1 tokens: the last input needs a target too.
-        self.starts = [0]  # the number of each file's first window
-        for tokens in self.files:
-            windows = (len(tokens) - 1) // block_size
-            self.starts.append(self.starts[-1] + windows)
+        windows = [(len(tokens) - 1) // block_size for tokens in self.files]
+        self.starts = [*accumulate(windows, initial=0)]  # the number of each file's first window
         self.tokens_in_all = sum(map(len, self.files))
         if len(self) == 0:
             raise SystemExit(
