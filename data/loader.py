@@ -125,9 +125,8 @@ class Batches:
             # Copying from pinned memory overlaps with the GPU's work.
             x = x.pin_memory()
             y = y.pin_memory()
-        is_pinned = x.is_pinned()
-        x = x.to(device, non_blocking=is_pinned)
-        y = y.to(device, non_blocking=is_pinned)
+        x = x.to(device, non_blocking=x.is_pinned())
+        y = y.to(device, non_blocking=y.is_pinned())
         return x, y, count
 
 
