@@ -21,13 +21,8 @@ from compare import add_up, fingerprint
 
 
 def before_sharding(model):
-    """Raise if a buffer has no values, or if the ranks' models differ: in names, shapes, types, what
-    trains, or values (collective, where a process group is open)."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(
-                f"the buffer {name} is on the meta device and has no values: compute it in "
-                "forward, or on the CPU, by device='cpu'")
+    """Raise if the ranks' models differ: in names, shapes, types, what trains, or values
+    (collective, where a process group is open)."""
     # FSDP2 broadcasts nothing: each rank keeps rows of its own model.
     named = [*model.named_parameters(), *model.named_buffers()]
     refuse_differences(named, "build the model with one seed on all ranks, in one order")
