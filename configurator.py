@@ -127,7 +127,7 @@ class Keys:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     #   selective recomputes the cheap parts; full: whole blocks, least memory, a third more compute
     activation_offload: bool = False  # keep block inputs in host memory; needs
-    #   activation_checkpointing=full and compile=False
+    #   activation_checkpointing=full, and compile=False, or weights move too
     loss_chunks: int = 0  # N: compute head and loss in N pieces, recomputed in backward; try 8
     prefetch_blocks: int = 0  # units to gather ahead; 0 leaves it to FSDP2, 2 or more cost memory
     grad_sync: Literal["auto", "every", "last"] = "auto"
@@ -342,8 +342,6 @@ def conflicts(cfg, size, distributed):
         (in_groups and size % cfg.shard_group_size,
          f"shard_group_size={cfg.shard_group_size} must be a divisor of {size}, all ranks"),
         (cfg.cuda_graph and offloads, "offloading cannot be recorded; use --cuda_graph=False"),
-        (cfg.activation_offload and (cfg.compile or mode != "full"),
-         "activation_offload needs --activation_checkpointing=full --compile=False"),
         (inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),
          "wrap_min_params needs --compile=False --prefetch_blocks=0, and full checkpointing"),
     ]
