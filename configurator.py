@@ -320,9 +320,6 @@ def conflicts(cfg, size, distributed):
     in_groups = STRATEGIES[cfg.strategy].in_groups
     micro_batches = cfg.gradient_accumulation_steps
     offloads = cfg.cpu_offload or cfg.activation_offload
-    mode = cfg.activation_checkpointing
-    # wrap_min_params may put units inside a part that is recomputed.
-    inside = cfg.wrap_min_params and (mode != "none" or cfg.loss_chunks)
     least = dict(batch_size=1, eval_interval=1, eval_iters=1, log_interval=1, save_interval=0,
                  keep_checkpoints=0, seed=0, grad_clip=0)
     too_small = [(getattr(cfg, key) < n, f"{key}={getattr(cfg, key)} must be {n} or more")
@@ -342,8 +339,6 @@ def conflicts(cfg, size, distributed):
         (in_groups and size % cfg.shard_group_size,
          f"shard_group_size={cfg.shard_group_size} must be a divisor of {size}, all ranks"),
         (cfg.cuda_graph and offloads, "offloading cannot be recorded; use --cuda_graph=False"),
-        (inside and (cfg.compile or cfg.prefetch_blocks or mode == "selective"),
-         "wrap_min_params needs --compile=False --prefetch_blocks=0, and full checkpointing"),
     ]
 
 

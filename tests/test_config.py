@@ -214,9 +214,6 @@ resolve TOY
   --grad_clip=-1 | turn gradients around
   --cpu_offload=25 | from 0 to 1
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
-  --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
-  --compile=True --loss_chunks=2 --wrap_min_params=9 | --compile=False
-  --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0
 train.py TOY
   --strategy=full_shard | torchrun
   --dataset=nowhere | data/prepare.py
