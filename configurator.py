@@ -330,8 +330,6 @@ def conflicts(cfg, size, distributed):
          f"strategy={cfg.strategy}: start it with torchrun --standalone --nproc_per_node=2"),
         (micro_batches < 1 or micro_batches % size,
          f"gradient_accumulation_steps={micro_batches} must be a multiple of {size}, all ranks"),
-        (not 0 <= cfg.cpu_offload <= 1,
-         f"cpu_offload={cfg.cpu_offload} must be a fraction of the blocks, from 0 to 1"),
         (cfg.decay_lr and cfg.lr_schedule != "constant" and cfg.min_lr > cfg.learning_rate,
          f"min_lr={cfg.min_lr} is above learning_rate={cfg.learning_rate}"),
         (cfg.shard_group_size and not in_groups,

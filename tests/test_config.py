@@ -212,7 +212,6 @@ resolve TOY
   --strategy=full_shard --shard_group_size=2 | hybrid_shard
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
   --grad_clip=-1 | turn gradients around
-  --cpu_offload=25 | from 0 to 1
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
 train.py TOY
   --strategy=full_shard | torchrun
