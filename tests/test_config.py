@@ -211,7 +211,7 @@ resolve TOY
   --gradient_accumulation_steps=3; --gradient_accumulation_steps=0 | multiple of 2
   --strategy=full_shard --shard_group_size=2 | hybrid_shard
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
-  --grad_clip=-1 | turn gradients around
+  --grad_clip=-1; --keep_checkpoints=-1; --eval_iters=0; --log_interval=0; --seed=-1 | or more
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
 train.py TOY
   --strategy=full_shard | torchrun
