@@ -257,8 +257,7 @@ class normal:
             start = i * height
             end = min(start + height, n)
             generator = torch.Generator().manual_seed(self.seed + i)
-            drawn = torch.empty(end - start, *row)
-            drawn.normal_(0.0, self.std, generator=generator)
+            drawn = torch.normal(0.0, self.std, (end - start, *row), generator=generator)
             # Rows start .. end - 1 are drawn: copy the requested ones.
             a = max(first, start)
             b = min(last, end)
