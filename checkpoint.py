@@ -330,7 +330,6 @@ def find(out_dir, world):
     """The newest intact checkpoint in out_dir as a Source, None if there is none (all
     ranks). out_dir may also be a checkpoint itself.
     Damaged ones are named and skipped; SystemExit if all of them are damaged."""
-    found = None
     problems = []
     for step, path in from_rank0(world, lambda: list_all(out_dir)):
         # What another rank has found, if this one finds nothing wrong.
@@ -343,14 +342,12 @@ def find(out_dir, world):
         except Exception as e:  # damage raises almost anything
             problem = f"not readable ({type(e).__name__}: {e})"
         if all_reduce_mean_(torch.tensor(float(is_good)), world) == 1:
-            found = source
-            break
+            for line in problems:
+                print0(world, f"skipping {line}", file=sys.stderr)
+            return source
         problems.append(f"{path}: {problem}; move it away, or pass another out_dir")
-    if problems and not found:
+    if problems:
         raise SystemExit(problems[0])
-    for problem in problems:
-        print0(world, f"skipping {problem}", file=sys.stderr)
-    return found
 
 
 def list_all(out_dir):

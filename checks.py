@@ -21,26 +21,11 @@ from compare import add_up, fingerprint
 
 
 def before_sharding(model):
-    """Raise if a buffer has no values, if a trained parameter's updates would be rounded, or if the
-    ranks' models differ: in names, shapes, types, what trains, or values (collective, where a
-    process group is open)."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(
-                f"the buffer {name} is on the meta device and has no values: compute it in "
-                "forward, or on the CPU, by device='cpu'")
-    refuse_rounding(model)
+    """Raise if the ranks' models differ: in names, shapes, types, what trains, or values
+    (collective, where a process group is open)."""
     # FSDP2 broadcasts nothing: each rank keeps rows of its own model.
     named = [*model.named_parameters(), *model.named_buffers()]
     refuse_differences(named, "build the model with one seed on all ranks, in one order")
-
-
-def refuse_rounding(model):
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{name} trains in {p.dtype}, which would round small updates away: train in "
-                "float32, and let mp_policy say what to compute in")
 
 
 def refuse_differences(named, remedy):
@@ -58,7 +43,11 @@ def refuse_differences(named, remedy):
 def after_building(model, optimizer):
     """Raise if the optimizer trains a parameter that the model does not have, or a gathered copy;
     or if a trained parameter's updates would be rounded, as after model.to(torch.bfloat16)."""
-    refuse_rounding(model)
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} trains in {p.dtype}, which would round small updates away: train in "
+                "float32, and let mp_policy say what to compute in")
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     # If it is sharded, a forward has gathered those that aren't DTensors.
     owned = {p for p in model.parameters() if isinstance(p, DTensor) or not is_sharded}

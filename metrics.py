@@ -194,5 +194,3 @@ class Log:
 
     def close(self):
         print0(self.world, f"done in {time.time() - self.started:.0f} s")
-        if self.wandb:
-            self.wandb.finish()

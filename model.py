@@ -133,10 +133,7 @@ class GPT(nn.Module):
         cache: one sample.KVCache per block; once they are filled, idx must be a single token.
         """
         past = 0 if cache is None else cache[0].length
-        end = past + idx.size(1)
-        if end > self.config.block_size:
-            raise ValueError(f"{end} tokens do not fit block_size={self.config.block_size}")
-        pos = torch.arange(past, end, device=idx.device)  # (T,)
+        pos = torch.arange(past, past + idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         x = self.transformer.drop(x)
         caches = cache or [None] * len(self.blocks)
@@ -260,8 +257,7 @@ class normal:
             start = i * height
             end = min(start + height, n)
             generator = torch.Generator().manual_seed(self.seed + i)
-            drawn = torch.empty(end - start, *row)
-            drawn.normal_(0.0, self.std, generator=generator)
+            drawn = torch.normal(0.0, self.std, (end - start, *row), generator=generator)
             # Rows start .. end - 1 are drawn: copy the requested ones.
             a = max(first, start)
             b = min(last, end)

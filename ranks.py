@@ -177,7 +177,7 @@ def run(main, *args):
     try:
         main(*args)
         if dist.is_initialized():
-            # A barrier: peers may still use our connections, and rank 0 may upload its log.
+            # A barrier: peers may still use our connections.
             dist.all_reduce(torch.zeros(()))
     except SystemExit as e:
         code = e.code or 0

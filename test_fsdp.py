@@ -113,15 +113,10 @@ FACTORS = dict(
 
 
 def allowed(keys):
-    by_size, kind = keys["wrap_min_params"], keys["activation_checkpointing"]
-    of_sharding = keys["cpu_offload"] or by_size or keys["prefetch_blocks"]
+    of_sharding = keys["cpu_offload"] or keys["wrap_min_params"] or keys["prefetch_blocks"]
     if of_sharding and not mode(keys["strategy"]).sharded:
         return False
-    if by_size and kind == "selective":
-        return False
-    if by_size and keys["prefetch_blocks"] and (kind == "full" or keys["loss_chunks"]):
-        return False
-    return not keys["activation_offload"] or kind == "full"
+    return not keys["activation_offload"] or keys["activation_checkpointing"] == "full"
 
 
 def pairwise():

@@ -19,6 +19,7 @@ ignore.
 import json
 import time
 from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ class Batches:
     def __init__(self, cfg, world, kind):
         self.cfg = cfg
         self.world = world
-        self.prefetched = None, None  # (step, micro), and its batch
+        self.prefetched = {}  # {(step, micro): its batch}, one at a time
         self.seconds = 0  # of this process, in reads since the last log line
         self.files = {}  # {split: TokenFiles}
         directory = data_dir(cfg.dataset)
@@ -60,11 +61,8 @@ class Batches:
         weight: how many of its targets count, relative to the mean micro-batch of this step
         over all ranks. Without masks it is 1.
         """
-        found, batch = self.prefetched
-        self.prefetched = None, None  # the caller has it now: keep no second reference
-        if found != (step, micro):
-            batch = self.read(step, micro)
-        return batch
+        batch = self.prefetched.pop((step, micro), None)  # keep no second reference
+        return batch or self.read(step, micro)
 
     def prefetch_next(self, step, micro):
         """Read the micro-batch after this one, and keep it for get()."""
@@ -72,7 +70,7 @@ class Batches:
         if micro == self.cfg.gradient_accumulation_steps // self.world.size:
             step += 1
             micro = 0
-        self.prefetched = (step, micro), self.read(step, micro)
+        self.prefetched = {(step, micro): self.read(step, micro)}
 
     def read(self, step, micro):
         """The batch that get() returns; adds the time it takes to self.seconds."""
@@ -127,9 +125,8 @@ class Batches:
             # Copying from pinned memory overlaps with the GPU's work.
             x = x.pin_memory()
             y = y.pin_memory()
-        is_pinned = x.is_pinned()
-        x = x.to(device, non_blocking=is_pinned)
-        y = y.to(device, non_blocking=is_pinned)
+        x = x.to(device, non_blocking=x.is_pinned())
+        y = y.to(device, non_blocking=y.is_pinned())
         return x, y, count
 
 
@@ -143,10 +140,8 @@ class TokenFiles:
         self.vocab_size = vocab_size
         self.files = open_split(directory, split)
         # n windows take n * block_size + 1 tokens: the last input needs a target too.
-        self.starts = [0]  # the number of each file's first window
-        for tokens in self.files:
-            windows = (len(tokens) - 1) // block_size
-            self.starts.append(self.starts[-1] + windows)
+        windows = [(len(tokens) - 1) // block_size for tokens in self.files]
+        self.starts = [*accumulate(windows, initial=0)]  # the number of each file's first window
         self.tokens_in_all = sum(map(len, self.files))
         if len(self) == 0:
             raise SystemExit(

@@ -124,7 +124,7 @@ def save(step):
     saved = state_of(step)
     if optimizer.state and not had_state:  # get_state_dict made it by a step, which Adam counts
         raise SystemExit(f"save({step}): save after the first step, not before")
-    dcp.save(saved, checkpoint_id=f"{args.save}/step-{step:06}")
+    dcp.save(saved, checkpoint_id=f"{args.save}/step-{step:09}")
     if rank == 0:
         for path in checkpoints()[:-2]:
             shutil.rmtree(path)
@@ -132,8 +132,8 @@ def save(step):
 
 def checkpoints():
     """Those that are complete, the newest last: .metadata is written at the end."""
-    found = [path.parent for path in Path(args.save).glob("step-*/.metadata")]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    steps = Path(args.save).glob(f"step-{9 * '[0-9]'}/.metadata")  # not copies under other names
+    return sorted(path.parent for path in steps)
 
 
 def resume():
@@ -223,13 +223,14 @@ for step in range(first + 1, args.steps + 1):
     if average:
         average.update_parameters(model)
     fsdp.zero_grad(model, optimizer)
-    if step % 10 == 0 or step == args.steps:
+    saves = args.save and (step % 20 == 0 or step == args.steps)
+    if step % 10 == 0 or step == args.steps or saves:
         mean = mean_over_ranks(total)
         if rank == 0:
             print(f"step {step}: loss {mean:.4f}, norm {norm:.3f}", flush=True)
         if not norm.isfinite():  # the same on all ranks; and this step is not saved
             raise SystemExit(f"step {step}: a gradient is not finite; lower the learning rate")
-    if args.save and (step % 20 == 0 or step == args.steps):
+    if saves:
         checks.after_first_step(model, optimizer)  # that a checkpoint holds what the optimizer has
         save(step)
 

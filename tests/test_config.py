@@ -213,13 +213,7 @@ resolve TOY
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
   --grad_clip=-1; --keep_checkpoints=-1; --save_interval=-1; --seed=-1 | must be 0 or more
   --batch_size=0; --eval_interval=0; --eval_iters=0; --log_interval=0 | must be 1 or more
-  --cpu_offload=25 | from 0 to 1
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
-  --activation_offload=True | --activation_checkpointing=full
-  --compile=True --activation_checkpointing=full --activation_offload=True | --compile=False
-  --activation_checkpointing=selective --wrap_min_params=9 | full checkpointing
-  --compile=True --loss_chunks=2 --wrap_min_params=9 | --compile=False
-  --activation_checkpointing=full --prefetch_blocks=1 --wrap_min_params=9 | --prefetch_blocks=0
 train.py TOY
   --strategy=full_shard | torchrun
   --dataset=nowhere | data/prepare.py

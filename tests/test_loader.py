@@ -66,7 +66,7 @@ def test_a_prefetched_batch_is_the_one_that_follows_and_is_not_kept(tmp):
     with patch.object(part, "read", side_effect=part.read) as read:
         for place in places:
             assert torch.equal(part.get(*place)[0], plain.get(*place)[0])
-            assert part.prefetched == (None, None)  # or its memory would be kept
+            assert not part.prefetched  # or its memory would be kept
             part.prefetch_next(*place)
     assert [call.args for call in read.call_args_list] == [*places, (2, 0)]  # each once
     # Another micro-batch than the prefetched one is read, too.

@@ -143,6 +143,5 @@ def test_metrics_wandb(tmp, tmp_path, monkeypatch):
         row = dict(iter=step, tokens=step * 384, train_loss=None, val_loss=2.5)
         run.log.assert_called_with(row, step=step)
         assert read_metrics(tmp_path)[-1].items() >= row.items()
-        assert run.finish.call_count == step + 1
     metrics.Log(cfg, World(rank=1, size=2), str(tmp_path), "the-id", 0).write(dict(iter=0))
     assert wandb.init.call_count == 2 and len(read_metrics(tmp_path)) == 2

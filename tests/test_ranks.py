@@ -135,7 +135,7 @@ def test_ranks_leave_with_a_code_and_a_line(monkeypatch, capsys, main, args, cod
 
 @pytest.mark.parametrize("line, done", [("", ["waits", 0]), ("a line", [1])])
 def test_ranks_leave_together_after_a_run_that_ended_well(monkeypatch, line, done):
-    """Rank 0 may take long to upload its log, and peers still use the connections of a rank."""
+    """Peers may still use the connections of a rank."""
     seen = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

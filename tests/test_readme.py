@@ -159,7 +159,8 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     assert not saved
     more, _ = own_run(1, tmp_path, "--steps=40", "--save=saved", "--resume")
     assert sorted(more) == [30, 40]  # after the newest; the last two stay
-    assert sorted(os.listdir(tmp_path / "saved")) == ["step-000020", "step-000040", "weights.pt"]
+    left = ["step-000000020", "step-000000040", "weights.pt"]
+    assert sorted(os.listdir(tmp_path / "saved")) == left
     p = script(OWN, f"--save={tmp_path}/saved")
     assert p.returncode == 1 and "has a run: pass --resume" in p.stderr
 
