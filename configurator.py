@@ -195,6 +195,9 @@ def run_file(path, before):
         scope = runpy.run_path(path, init_globals=before)
     except (Exception, SystemExit) as e:
         raise SystemExit(f"{path}: {type(e).__name__}: {e}; is it a config file?")
+    typed = scope.get("__annotations__", {}).keys() - scope.keys()  # Python takes `a: 1` for a type
+    if typed or not path.endswith(".py"):
+        raise SystemExit(f"{path}: a config file is NAME.py, and its lines are key = value")
     assigned = {}
     for key, value in scope.items():
         is_helper = key.startswith("_") or callable(value) or inspect.ismodule(value)
@@ -233,7 +236,8 @@ def checked(key, value, kind, where):
     choices = get_args(kind)  # of a Literal
     if choices:
         kind = type(choices[0])
-    if kind is str and isinstance(value, str):
+    # A list is refused: as a regex, ['a', 'b'] would be a set of characters.
+    if kind is str and isinstance(value, str) and not isinstance(literal(value), list):
         value = os.path.expanduser(value)  # shells leave the ~ of --out_dir=~/x
     else:
         value = literal(value)
@@ -334,6 +338,9 @@ def conflicts(cfg, size, distributed):
          f"min_lr={cfg.min_lr} is above learning_rate={cfg.learning_rate}"),
         (cfg.shard_group_size and not in_groups,
          "shard_group_size is for strategy=hybrid_shard"),
+        (in_groups and cfg.shard_group_size == 1 < size,
+         "groups of one rank would shard nothing: pass --shard_group_size"),
+        ("://" in cfg.out_dir, f"out_dir={cfg.out_dir} must be a directory here, not an address"),
         (in_groups and size % cfg.shard_group_size,
          f"shard_group_size={cfg.shard_group_size} must be a divisor of {size}, all ranks"),
         (cfg.cuda_graph and offloads, "offloading cannot be recorded; use --cuda_graph=False"),

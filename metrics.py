@@ -4,7 +4,7 @@ wandb if you ask for them.
 
     ideal_s = ideal_seconds(model, cfg, world)             # for MFU
     log = Log(cfg, world, out_dir, run_id, step, ideal_s)  # no run_id: only print
-    log.step(step, numbers, waited, optimizer, scaler)     # every log_interval steps
+    log.step(step, numbers, optimizer, scaler)             # every log_interval steps
     with log.paused(): ...                  # exclude an evaluation from the step times
 
 A resumed run appends to metrics.jsonl: of its step and those after it, later rows count.
@@ -141,24 +141,20 @@ class Log:
         yield
         self.since += time.time() - start
 
-    def step(self, step, numbers, waited, optimizer, scaler):
+    def step(self, step, numbers, optimizer, scaler):
         """Log this step's numbers, and the mean time of a step since the last call.
-        numbers: {name: its mean over ranks}, the loss first. waited: seconds for rank 0's batches
-        since then."""
+        numbers: {name: its mean over ranks}, the loss first."""
         now = time.time()
         steps = step + 1 - self.next_step
         seconds = (now - self.since) / steps
-        tokens = tokens_per_step(self.cfg)
         row = dict(
             iter=step,
             time=now,  # Unix seconds
-            tokens=(step + 1) * tokens,
             **numbers,
             lr=optimizer.param_groups[0]["lr"],  # the first group's
             loss_scale=scaler.scale,
             time_ms=seconds * 1000,
-            data_ms=waited / steps * 1000,
-            tokens_per_s=tokens / seconds,
+            tokens_per_s=tokens_per_step(self.cfg) / seconds,
             mfu=self.ideal_s / seconds or None,
             peak_memory=peak_memory(self.world.device),
         )
@@ -169,7 +165,7 @@ class Log:
         minutes_left = (self.cfg.max_iters - step - 1) * seconds / 60
         print0(self.world, (
             f"iter {step}: {loss}, time {row['time_ms']:.2f}ms, mfu {mfu}, "
-            f"{row['tokens_per_s']:,.0f} tok/s, {', '.join(others)}, data {row['data_ms']:.2f}ms, "
+            f"{row['tokens_per_s']:,.0f} tok/s, {', '.join(others)}, "
             f"mem {row['peak_memory'] / 2**30:.2f}GiB, {minutes_left:.1f}m left"))
         self.write(row)
         self.since = now
@@ -180,7 +176,7 @@ class Log:
         said = ", ".join(f"{name} loss {loss:.4f}" for name, loss in losses.items())
         print0(self.world, f"step {step}: {said}")
         row = {f"{split}_loss": loss for split, loss in losses.items()}
-        self.write(dict(iter=step, tokens=step * tokens_per_step(self.cfg), **row))
+        self.write(dict(iter=step, **row))
 
     def write(self, row):
         # JSON has no infinity and no NaN.

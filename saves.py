@@ -72,20 +72,23 @@ class RunDirectory:
         print("process", os.getpid(), "on", os.uname().nodename, file=self.lock_file, flush=True)
 
     def claim(self, source, resumed=False):
-        """Make the directory if there is none, and return the run's id. A resumed run
-        keeps its source's id. A new run renames the whole directory of an earlier one."""
+        """Make the directory if there is none, and return the run's id. A run that resumes here
+        keeps its id, and a copy elsewhere gets its own. A new run moves the files of an earlier
+        one aside, but not other runs' directories inside."""
         os.makedirs(self.path, exist_ok=True)
         self.lock()
         run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
         if resumed:
-            return source.header.get("run") or run_id  # nanoGPT's have none
+            its_dir = os.path.realpath(source.header["config"]["out_dir"])
+            is_copy = os.path.basename(its_dir) != os.path.basename(self.path)
+            return run_id if is_copy else source.header.get("run", run_id)  # nanoGPT's have none
         of_a_run = ("ckpt.pt", STEP, "metrics.jsonl")
-        if any(file for pattern in of_a_run for file in Path(self.path).glob(pattern)):
-            if Path.cwd().is_relative_to(self.path):
-                raise SystemExit(f"out_dir={self.path}: a new run would move the current directory")
+        earlier = [file for pattern in of_a_run for file in Path(self.path).glob(pattern)]
+        if earlier:
             aside = f"{self.path}.{run_id}"
-            os.rename(self.path, aside)
-            os.makedirs(self.path)
+            os.makedirs(aside)
+            for file in earlier:
+                file.rename(Path(aside, file.name))
             print(f"{self.path} had an earlier run; moved it to {aside}", flush=True)
         return run_id
 

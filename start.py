@@ -51,7 +51,14 @@ def final_config(cfg, source, resumed, world):
         # A new run keeps its own block_size if that is shorter: it saves memory.
         cfg = configurator.with_sizes(
             cfg, theirs["model"], sizes, source.path, whole_context=resumed)
+        theirs_meta = source.header.get("meta") or {}
+        for key, value in read_meta(data_dir(cfg.dataset)).items():
+            if key in ("chars", "tokenizer") and value != theirs_meta.get(key, value):
+                raise SystemExit(f"dataset={cfg.dataset} has other {key} than {source.path}")
     if resumed:
+        # A flag that was forgotten deletes nothing that the run has kept.
+        keeps = {"keep_checkpoints", "always_save_checkpoint"}.difference(cfg.given)
+        cfg = replace(cfg, **{key: theirs[key] for key in keeps if key in theirs})
         for key, value in configurator.as_dict(cfg).items():
             old = sizes.get(key, theirs.get(key, value))
             if old != value and key != "init_from":

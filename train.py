@@ -339,8 +339,7 @@ def train(cfg):
             means = torch.stack([*numbers.values()]).cpu()  # synchronization point
             means = dict(zip(numbers, all_reduce_mean_(means, world).tolist()))
             saver.require_finite(means["loss"], "loss", step)
-            log.step(step, means, batches.seconds, optimizer, scaler)
-            batches.seconds = 0.0
+            log.step(step, means, optimizer, scaler)
         step += 1
 
     # --- leave ---

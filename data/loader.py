@@ -17,7 +17,6 @@ ignore.
 """
 
 import json
-import time
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
@@ -47,7 +46,6 @@ class Batches:
         self.cfg = cfg
         self.world = world
         self.prefetched = {}  # {(step, micro): its batch}, one at a time
-        self.seconds = 0  # of this process, in reads since the last log line
         self.files = {}  # {split: TokenFiles}
         directory = data_dir(cfg.dataset)
         for split in ("train", "val"):
@@ -73,8 +71,7 @@ class Batches:
         self.prefetched = {(step, micro): self.read(step, micro)}
 
     def read(self, step, micro):
-        """The batch that get() returns; adds the time it takes to self.seconds."""
-        started = time.perf_counter()
+        """The batch that get() returns."""
         B = self.cfg.batch_size
         world = self.world
         # gradient_accumulation_steps counts all ranks' micro-batches, as in nanoGPT.
@@ -82,9 +79,7 @@ class Batches:
         number += micro * world.size + world.rank
         x, y = self.files["train"].batch(self.samples(number * B, B))
         x, y, count = self.ready(x, y)
-        weight = count / self.mean_targets(step)
-        self.seconds += time.perf_counter() - started
-        return x, y, weight
+        return x, y, count / self.mean_targets(step)
 
     def samples(self, first, count):
         """The windows of training samples first .. first + count - 1."""

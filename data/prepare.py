@@ -289,6 +289,8 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
     args.name = name or args.name
     args.hash_fraction = hash_fraction if args.val_fraction is None else args.val_fraction
 
+    if name is None and os.path.isfile(args.name):
+        raise SystemExit(f"{args.name} is a file; the data set's name comes before the files")
     if r"\n" in (args.template or ""):
         print(r"--template: \n stays a backslash and an n; in bash $'\n' is a line end")
     if args.limit < 1 or not 0 < args.hash_fraction < 1:

@@ -200,6 +200,8 @@ load
   --n_layer; --n_lyaer | --key=value
   config/none.py | No such file
   ODD/loop.py | begins with _
+  ODD/typed.py; ODD/keys.yaml | key = value
+  --freeze=['wte'] | must be of type str
   ODD/syntax.py; ODD/exits.py | config file
   --n_layer=twelve; --n_layer=True; --n_layer=1.5; ODD/none.py | must be of type int
   --compile=maybe; --compile=1; ODD/truth.py | must be of type bool
@@ -211,6 +213,8 @@ resolve TOY
   --gradient_accumulation_steps=3; --gradient_accumulation_steps=0 | multiple of 2
   --strategy=full_shard --shard_group_size=2 | hybrid_shard
   --strategy=hybrid_shard --shard_group_size=3 | divisor of 2
+  --strategy=hybrid_shard --shard_group_size=1 | would shard nothing
+  --out_dir=s3://bucket/run | not an address
   --grad_clip=-1; --keep_checkpoints=-1; --save_interval=-1; --seed=-1 | must be 0 or more
   --batch_size=0; --eval_interval=0; --eval_iters=0; --log_interval=0 | must be 1 or more
   --lr_schedule=wsd --min_lr=0.1; --min_lr=0.1 | above learning_rate
@@ -230,6 +234,8 @@ sample.py
   --bogus; --top_k=x | argument
   --start=FILE:/nowhere | No such file
   --out_dir=ODD/nothing | no checkpoint in
+data/prepare.py
+  ODD/a.txt ODD/a.txt | name comes before
 data/prepare.py x --tokenizer=bytes --out=ODD/new
   --column=a ODD/body.jsonl | that has some, here body
   ODD/bad.txt | 'utf-8' codec
@@ -249,7 +255,8 @@ data/shakespeare_char/prepare.py
 FILES = {  # in latin-1
     "unknown.py": "n_lyaer = 2", "none.py": "n_layer = None", "syntax.py": "n_layer = (",
     "loop.py": "for i in range(3):\n    n_layer = i", "truth.py": "compile = 1",
-    "exits.py": "exit()", "a.txt": "x", "bad.txt": "abc \xff", "tokenizer.json": "{}",
+    "typed.py": "n_layer: 2", "keys.yaml": "n_layer: 2", "exits.py": "exit()",
+    "a.txt": "x", "bad.txt": "abc \xff", "tokenizer.json": "{}",
     "body.jsonl": '{"body": "x"}\n',
     # in copies of the toy data
     "npy/train.bin": "\x93NUMPY\1\0v\0" + 118 * " " + "\5\0\6\0" * 99,

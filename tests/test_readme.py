@@ -163,6 +163,9 @@ def test_own_model_trains_as_plain_pytorch(tmp_path):
     assert sorted(os.listdir(tmp_path / "saved")) == left
     p = script(OWN, f"--save={tmp_path}/saved")
     assert p.returncode == 1 and "has a run: pass --resume" in p.stderr
+    fewer = changed_own(tmp_path, "del model.head.bias")
+    p = script(fewer, f"--save={tmp_path}/saved", "--resume")
+    assert p.returncode == 1 and "has model.head.bias, and this model does not" in p.stderr
 
 
 def test_own_model_does_not_save_before_the_first_step(tmp_path):

@@ -14,6 +14,7 @@ from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -301,28 +302,30 @@ def test_checkpoint_that_is_not_finite_is_never_saved(tmp, tmp_path):
     ("ckpt.pt", True), ("metrics.jsonl", True), ("step-000000001/x", True),
     ("ckpt.pt.bak", False), ("step-of-mine", False)])
 def test_run_moves_what_any_file_of_a_run_shows(tmp_path, capsys, file, moved):
-    """Where a link leads: out_dir may be one to a faster disk. It has the lock as before."""
+    """Where a link leads: out_dir may be one to a faster disk. It has the lock as before. Another
+    run's directory inside stays, since that run may be training."""
     (tmp_path / "disk" / file).parent.mkdir(parents=True)
     (tmp_path / "disk" / file).touch()
+    (tmp_path / "disk" / "other").mkdir()
+    (tmp_path / "disk" / "other" / "metrics.jsonl").touch()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     directory = saves.RunDirectory(str(tmp_path / "out"))
     run_id = directory.claim(None)
     place = f"disk.{run_id}" if moved else "disk"
     assert (tmp_path / place / file).exists()
     assert (f"moved it to {tmp_path}/{place}\n" in capsys.readouterr().out) == moved
-    assert len(os.listdir(tmp_path / "disk")) == (not moved)
+    assert (tmp_path / "disk" / file).exists() != moved
+    assert os.listdir(tmp_path / "disk" / "other") == ["metrics.jsonl"]
     for name in ("disk", "out"):
         assert "in use" in refused(saves.RunDirectory(str(tmp_path / name)).lock)
 
 
-@pytest.mark.parametrize("here, out", [(".", "."), ("inside", "..")])
-def test_run_never_moves_the_current_directory(tmp_path, monkeypatch, here, out):
-    """Nor one around it, such as a checkout with a run's files in it."""
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "inside").mkdir()
-    monkeypatch.chdir(tmp_path / here)
-    assert "current directory" in refused(saves.RunDirectory(out).claim, None)
-    assert (tmp_path / "metrics.jsonl").exists()
+def test_run_that_was_copied_has_an_id_of_its_own(tmp_path):
+    """Else W&B would take both for one."""
+    source = SimpleNamespace(header=dict(run="x", config=dict(out_dir=str(tmp_path / "a"))))
+    ids = [saves.RunDirectory(str(tmp_path / out)).claim(source, True) for out in ("a", "b")]
+    assert ids[0] == "x" != ids[1]
+    assert saves.RunDirectory(str(tmp_path / "c")).claim(None) != ids[1]  # in the same second
 
 
 def test_run_has_the_lock_before_it_chooses_a_checkpoint(tmp, tmp_path):

@@ -175,6 +175,26 @@ def test_start_on_other_data_or_with_another_loss_scale_forgets_the_old(tmp):
             assert source.header[name] == (new if now == value else header[name])
 
 
+def test_start_keeps_what_the_run_has_kept_unless_it_is_told(tmp):
+    """A resume without its flag deletes nothing."""
+    theirs = dict(keep_checkpoints=0, always_save_checkpoint=False)
+    kept = ("keep_checkpoints", "always_save_checkpoint")
+    for flags, expected in (([], (0, False)), (["--keep_checkpoints=3"], (3, False))):
+        cfg = started_on(tmp, *flags, **theirs)
+        assert tuple(getattr(cfg, key) for key in kept) == expected
+
+
+def test_start_on_data_of_other_tokens_is_refused(tmp):
+    make_data(f"{tmp}/letters", chars=["a", "b"])
+    for theirs in (["a", "b"], ["b", "a"]):
+        header = dict(model_args=SIZES, config=as_dict(tiny(tmp)), meta=dict(chars=theirs))
+        args = tiny(tmp, **SIZES, dataset=f"{tmp}/letters"), checkpoint.Source("there", header, {})
+        if theirs == ["a", "b"]:
+            start.final_config(*args, False, World())
+        else:
+            assert "other chars than there" in refused(start.final_config, *args, False, World())
+
+
 def case_ranks_differ(tmp):
     """What each rank says if it has another value of a key, or other data under one name."""
     world = ranks.setup("cpu", "auto")
