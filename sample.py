@@ -23,7 +23,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import tokenizer
 from fsdp import autocast
 from ranks import World, pick_device, run
-from start import open_start, with_base
+from start import open_start, require_same_tokens, with_base
 from train import meta_model, parallelize, set_values
 
 
@@ -133,6 +133,7 @@ def main(argv):
 
     # A Hugging Face directory contains its own tokenizer.
     directory = data_dir(theirs["dataset"]) if "dataset" in theirs else source.path
+    require_same_tokens(source, directory)
     meta = source.header.get("meta") or read_meta(directory)
     meta = {"vocab_size": cfg.sizes.vocab_size, **meta}
     encode, decode, vocab_size = tokenizer(meta, directory)

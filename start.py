@@ -29,7 +29,7 @@ def open_start(cfg, world):
         line = f"init_from={cfg.init_from}: no checkpoint in out_dir={cfg.out_dir}"
         if cfg.init_from == "resume":
             raise SystemExit(line)
-        print0(world, f"{line}, so this is a new run")
+        print0(world, f"{line}, so this is a new run, from random weights")
     return source, source is not None
 
 
@@ -51,10 +51,7 @@ def final_config(cfg, source, resumed, world):
         # A new run keeps its own block_size if that is shorter: it saves memory.
         cfg = configurator.with_sizes(
             cfg, theirs["model"], sizes, source.path, whole_context=resumed)
-        theirs_meta = source.header.get("meta") or {}
-        for key, value in read_meta(data_dir(cfg.dataset)).items():
-            if key in ("chars", "tokenizer") and value != theirs_meta.get(key, value):
-                raise SystemExit(f"dataset={cfg.dataset} has other {key} than {source.path}")
+        require_same_tokens(source, cfg.dataset)
     if resumed:
         # A flag that was forgotten deletes nothing that the run has kept.
         keeps = {"keep_checkpoints", "always_save_checkpoint"}.difference(cfg.given)
@@ -73,6 +70,15 @@ def final_config(cfg, source, resumed, world):
     if source is None:
         cfg = with_vocabulary(cfg)
     return with_base(cfg, world, resumed)
+
+
+def require_same_tokens(source, dataset):
+    """SystemExit if the data's meta.json names other tokens than the one that the source's run
+    had."""
+    theirs = source.header.get("meta") or {}
+    for key, value in read_meta(data_dir(dataset)).items():
+        if key in ("chars", "tokenizer", "tokenizer_crc") and value != theirs.get(key, value):
+            raise SystemExit(f"dataset={dataset} has other {key} than that of {source.path}")
 
 
 def with_base(cfg, world, resumed):

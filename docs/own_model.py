@@ -146,11 +146,11 @@ def resume():
         dist.broadcast_object_list(newest)
     optimizer.zero_grad()  # beside gradients get_state_dict would make no state to read into
     saved = state_of(0)
-    there = dcp.FileSystemReader(newest[0]).read_metadata().state_dict_metadata
-    for key in there:  # dcp.load would leave out what this model doesn't have
-        if key.startswith("model.") and key[6:] not in saved["model"]:
-            raise SystemExit(f"--resume: {newest[0]} has {key}, and this model does not")
-    dcp.load(saved, checkpoint_id=newest[0])  # in place, which is all that the average needs
+    planner = dcp.DefaultLoadPlanner()
+    dcp.load(saved, checkpoint_id=newest[0], planner=planner)  # the average takes it in place
+    unread = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
+    if unread:  # of a larger model, say, or of a dict that is filled later: save that as a text
+        raise SystemExit(f"--resume: {newest[0]} has {min(unread)}, and this program does not")
     set_state_dict(
         model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])  # after the optimizer, whose rates it sets

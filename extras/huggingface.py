@@ -34,7 +34,7 @@ from data.tokenizer import TOKENIZER, name_of
 from extras.hf_tokenizer import BESIDE, encoder_of, local_copy, unknown_tokens
 from extras.to_full import whole
 from ranks import World, from_rank0, run
-from start import open_start, with_base
+from start import open_start, require_same_tokens, with_base
 
 # Buffers in other programs' files, which we skip: attention masks, rotary frequencies.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -533,6 +533,7 @@ def their_tokenizer(source):
     vocab_size = source.header["model_args"]["vocab_size"]
     meta = {"vocab_size": vocab_size, **(source.header.get("meta") or read_meta(data))}
     name = name_of(meta, data)
+    require_same_tokens(source, data)
     if name not in ("gpt2", TOKENIZER):
         print(f"without a tokenizer: the data's is {name or 'not known'}")
         return {}, None

@@ -185,14 +185,18 @@ def test_start_keeps_what_the_run_has_kept_unless_it_is_told(tmp):
 
 
 def test_start_on_data_of_other_tokens_is_refused(tmp):
-    make_data(f"{tmp}/letters", chars=["a", "b"])
-    for theirs in (["a", "b"], ["b", "a"]):
-        header = dict(model_args=SIZES, config=as_dict(tiny(tmp)), meta=dict(chars=theirs))
-        args = tiny(tmp, **SIZES, dataset=f"{tmp}/letters"), checkpoint.Source("there", header, {})
-        if theirs == ["a", "b"]:
-            start.final_config(*args, False, World())
+    make_data(f"{tmp}/letters", chars=["a", "b"], tokenizer_crc=1)
+    cfg = tiny(tmp, **SIZES, dataset=f"{tmp}/letters")
+    for theirs, other in (
+            (dict(chars=["a", "b"], tokenizer_crc=1), None), (dict(chars=["b", "a"]), "chars"),
+            (dict(tokenizer_crc=2), "tokenizer_crc"), (None, None)):  # nanoGPT's have none
+        header = dict(model_args=SIZES, config=as_dict(tiny(tmp)), meta=theirs)
+        arguments = cfg, checkpoint.Source("there", header, {}), False, World()
+        if other:
+            said = refused(start.final_config, *arguments)
+            assert said == f"dataset={tmp}/letters has other {other} than that of there"
         else:
-            assert "other chars than there" in refused(start.final_config, *args, False, World())
+            start.final_config(*arguments)
 
 
 def case_ranks_differ(tmp):
