@@ -236,8 +236,9 @@ def checked(key, value, kind, where):
     choices = get_args(kind)  # of a Literal
     if choices:
         kind = type(choices[0])
-    # A list is refused: as a regex, ['a', 'b'] would be a set of characters.
-    if kind is str and isinstance(value, str) and not isinstance(literal(value), list):
+    if kind is str and isinstance(value, str):
+        if value[:1] + value[-1:] == "[]":  # as a regex it would be a set of characters
+            raise SystemExit(f"{where}: {key}={value} is a list; write a text, such as a|b")
         value = os.path.expanduser(value)  # shells leave the ~ of --out_dir=~/x
     else:
         value = literal(value)

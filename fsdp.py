@@ -30,7 +30,8 @@ imports only torch (2.9 or later), so you can copy it into your own project:
         zero_grad(model, optimizer)
     with inference(model):
         logits = model(x)  # on every rank, since a forward gathers
-    # On every rank too: rank 0 gets tensors, the others None. A tied parameter comes under all its
+    # Outside of it, where the root isn't gathered in param_dtype. On every rank too: rank 0 gets
+    # tensors, the others None. A tied parameter comes under all its
     # names, and buffers that are not persistent are here too. (state_dict() is not used: a model
     # may have one of its own, which adds or leaves out.)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -464,8 +465,9 @@ def write_full(t, full):
     full[a:b]. On the last ranks b, or both, may be past the end.
     t: cut as for gather_full. ValueError if it isn't, or if full has another shape."""
     t = cut_by_rows(t.detach())
-    if getattr(full, "shape", t.shape) != t.shape:
-        raise ValueError(f"a value of shape {tuple(full.shape)}, for one of {tuple(t.shape)}")
+    shape = full.get_shape() if hasattr(full, "get_shape") else getattr(full, "shape", t.shape)
+    if tuple(shape) != tuple(t.shape):  # get_shape: safetensors' slices have it
+        raise ValueError(f"a value of shape {tuple(shape)}, for one of {tuple(t.shape)}")
     if not isinstance(t, DTensor):
         t.copy_(full[:] if t.dim() else full[...])  # a scalar cannot be sliced
         return

@@ -79,9 +79,8 @@ class RunDirectory:
         self.lock()
         run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
         if resumed:
-            its_dir = os.path.realpath(source.header["config"]["out_dir"])
-            is_copy = os.path.basename(its_dir) != os.path.basename(self.path)
-            return run_id if is_copy else source.header.get("run", run_id)  # nanoGPT's have none
+            its_own = os.path.realpath(source.header["config"].get("out_dir", "")) == self.path
+            return source.header.get("run", run_id) if its_own else run_id  # nanoGPT's have none
         of_a_run = ("ckpt.pt", STEP, "metrics.jsonl")
         earlier = [file for pattern in of_a_run for file in Path(self.path).glob(pattern)]
         if earlier:

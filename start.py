@@ -38,6 +38,8 @@ def open_weights(name, world, dataset=None):
     dataset: the data to train on; its tokenizer must be that of Hugging Face's model."""
     source = checkpoint.find(name, world)
     if source:
+        if dataset:
+            require_same_tokens(source, dataset)
         return checkpoint.for_new_run(source)
     return configurator.named_file("huggingface").open_weights(name, world, dataset)
 
@@ -51,8 +53,8 @@ def final_config(cfg, source, resumed, world):
         # A new run keeps its own block_size if that is shorter: it saves memory.
         cfg = configurator.with_sizes(
             cfg, theirs["model"], sizes, source.path, whole_context=resumed)
-        require_same_tokens(source, cfg.dataset)
     if resumed:
+        require_same_tokens(source, cfg.dataset)
         # A flag that was forgotten deletes nothing that the run has kept.
         keeps = {"keep_checkpoints", "always_save_checkpoint"}.difference(cfg.given)
         cfg = replace(cfg, **{key: theirs[key] for key in keeps if key in theirs})
@@ -73,12 +75,12 @@ def final_config(cfg, source, resumed, world):
 
 
 def require_same_tokens(source, dataset):
-    """SystemExit if the data's meta.json names other tokens than the one that the source's run
-    had."""
-    theirs = source.header.get("meta") or {}
-    for key, value in read_meta(data_dir(dataset)).items():
-        if key in ("chars", "tokenizer", "tokenizer_crc") and value != theirs.get(key, value):
-            raise SystemExit(f"dataset={dataset} has other {key} than that of {source.path}")
+    """SystemExit if the data's meta.json and that of the source's run name different tokens."""
+    both = []
+    for meta in (read_meta(data_dir(dataset)), source.header.get("meta") or {}):
+        both.append([meta.get(key) for key in ("chars", "tokenizer", "tokenizer_crc")])
+    if all(map(any, both)) and both[0] != both[1]:
+        raise SystemExit(f"dataset={dataset} has another tokenizer than the data of {source.path}")
 
 
 def with_base(cfg, world, resumed):

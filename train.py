@@ -264,6 +264,8 @@ def train(cfg):
     """The whole run (all ranks)."""
     # --- set-up: lock the directory, choose a start, build ---
     world = setup(cfg.device, cfg.backend)
+    # nanoGPT's files put the time into this one, and only rank 0 reads it.
+    cfg.wandb_run_name = from_rank0(world, lambda: cfg.wandb_run_name)
     require_same(configurator.as_dict(cfg), world)
     cfg = configurator.resolve(cfg, world)
     # TF32 on GPUs, as in nanoGPT. Steps that are compared are computed in fp32.

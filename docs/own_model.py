@@ -103,9 +103,10 @@ def images_of(step):
 
 
 def mean_over_ranks(value):
+    value = value / size
     if is_sharded:
         dist.all_reduce(value)
-    return value.item() / size
+    return value.item()
 
 
 def state_of(step):

@@ -31,8 +31,9 @@ from optimizer import make as make_adamw
 
 
 def make(model, cfg):
-    """Muon for the blocks' 2-D parameters; AdamW for the rest."""
+    """Muon for the blocks' 2-D parameters that decay; AdamW for the rest."""
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2 and p.requires_grad]
+    matrices = [p for p in matrices if not getattr(p, "_no_weight_decay", False)]
     others = set(model.parameters()).difference(matrices)
     adamw = make_adamw(model, cfg, [p for p in model.parameters() if p in others])
     if not matrices:  # all are frozen

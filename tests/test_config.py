@@ -201,7 +201,7 @@ load
   config/none.py | No such file
   ODD/loop.py | begins with _
   ODD/typed.py; ODD/keys.yaml | key = value
-  --freeze=['wte'] | must be of type str
+  --freeze=['wte']; --freeze=[wte,wpe] | is a list
   ODD/syntax.py; ODD/exits.py | config file
   --n_layer=twelve; --n_layer=True; --n_layer=1.5; ODD/none.py | must be of type int
   --compile=maybe; --compile=1; ODD/truth.py | must be of type bool

@@ -186,17 +186,16 @@ def test_start_keeps_what_the_run_has_kept_unless_it_is_told(tmp):
 
 def test_start_on_data_of_other_tokens_is_refused(tmp):
     make_data(f"{tmp}/letters", chars=["a", "b"], tokenizer_crc=1)
-    cfg = tiny(tmp, **SIZES, dataset=f"{tmp}/letters")
-    for theirs, other in (
-            (dict(chars=["a", "b"], tokenizer_crc=1), None), (dict(chars=["b", "a"]), "chars"),
-            (dict(tokenizer_crc=2), "tokenizer_crc"), (None, None)):  # nanoGPT's have none
-        header = dict(model_args=SIZES, config=as_dict(tiny(tmp)), meta=theirs)
-        arguments = cfg, checkpoint.Source("there", header, {}), False, World()
-        if other:
-            said = refused(start.final_config, *arguments)
-            assert said == f"dataset={tmp}/letters has other {other} than that of there"
+    for theirs, is_refused in (
+            (dict(chars=["a", "b"], tokenizer_crc=1), False), (dict(chars=["b", "a"]), True),
+            (dict(chars=["a", "b"], tokenizer_crc=2), True), (dict(tokenizer="bytes"), True),
+            (dict(vocab_size=2), False), (None, False)):  # nanoGPT's
+        arguments = checkpoint.Source("there", dict(meta=theirs), {}), f"{tmp}/letters"
+        if is_refused:
+            said = refused(start.require_same_tokens, *arguments)
+            assert said == f"dataset={tmp}/letters has another tokenizer than the data of there"
         else:
-            start.final_config(*arguments)
+            start.require_same_tokens(*arguments)
 
 
 def case_ranks_differ(tmp):
