@@ -215,9 +215,15 @@ SHALLOW = "--world_size=8", "--n_layer=4", "--block_size=512", "--n_head=16", "-
     (["--n_layer=2"], 80, "single"), (SHALLOW, 18, "ddp"), (SHALLOW, 12.2, "shard_grad_op"),
     (SHALLOW, 2, "")])
 def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, taken):
-    plan.main([*argv, f"--gpu_memory={gpu_memory}"])
-    last = capsys.readouterr().out.strip().splitlines()[-1]
+    plan.main([*argv, f"--gpu_memory={gpu_memory}", "--events"])
+    table, *_, events = capsys.readouterr().out.split("\n\n")
+    last = events.splitlines()[-1]
     assert (f"take --strategy={taken}, " if taken else "--loss_chunks=8") in last
+    # What the last strategy's events send is what its row says; numbers are rounded.
+    sent = re.findall(r"^  [a-z-]+(?: x (\d+))? .* ([\d.,]+) +[\d.,]+$", events, re.M)
+    total = sum(int(times or 1) * float(size.replace(",", "")) for times, size in sent)
+    said = float(table.split()[-2].replace(",", ""))
+    assert total == pytest.approx(said, rel=0.02, abs=0.05) and "FSDP::post_" in events
 
 
 # ---------- times ----------
