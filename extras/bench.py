@@ -24,7 +24,7 @@ import torch
 
 # Started by its path, this file does not see the repository.
 sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-from configurator import DTYPES, load_config, resolve
+from configurator import load_config, resolve
 from data.loader import open_batches
 from metrics import flops_per_token, peak_flops, peak_memory
 from optimizer import LossScaler
@@ -111,43 +111,24 @@ def take_turns(runs):
     return [next(steps) for steps in runs]
 
 
-def matmul_rate(device, dtype):
-    """FLOP/s that this machine reaches in practice, in a large matrix product."""
-    # Importing it logs a line where there is an nvcc and no GPU. A user's mistake is one line.
-    from torch.utils.benchmark import Timer
-
-    n = 2048 if device.type == "cpu" else 8192
-    matrix = torch.randn(n, n, device=device, dtype=dtype)
-    timer = Timer(
-        "(a @ a)[0, 0].item()",  # item() waits for the GPU
-        globals={"a": matrix},
-        num_threads=torch.get_num_threads(),
-    )
-    return 2 * n**3 / timer.blocked_autorange(min_run_time=1).median
-
-
 # ---------- the report --------------------------------------------------------
 
 
 def report(names, configs, times, world):
-    """Print a line for each variant (all ranks). MFU and the share of the matmul rate are
-    per device, memory is rank 0's."""
+    """Print a line for each variant (all ranks). MFU is per device, memory is rank 0's."""
     memory = peak_memory(world.device) >> 20  # MiB
     host = peak_memory(torch.device("cpu")) >> 20
     valley = "n/a"
     if world.device.type == "cuda":
         valley = f"{torch.cuda.memory_allocated(world.device) >> 20:,}"
     peak = peak_flops(world.device)
-    rates = {}  # measuring one takes a second
-    for dtype in dict.fromkeys(cfg.dtype for cfg in configs):
-        rates[dtype] = matmul_rate(world.device, DTYPES[dtype])
     width = max(map(len, names))
     first = median(times[0])
     print0(
         world,
         " " * width,
-        " step, ms (fastest - slowest)   tokens/s    MFU  of matmul rate  MiB peak    valley"
-        "  MiB host  ratio to the first",
+        " step, ms (fastest - slowest)   tokens/s    MFU  MiB peak    valley  MiB host"
+        "  ratio to the first",
     )
     for name, cfg, ms in zip(names, configs, times):
         middle = median(ms)
@@ -159,11 +140,10 @@ def report(names, configs, times, world):
         mfu = "n/a"
         if flops and peak:
             mfu = f"{flops / peak:.1%}"
-        of_rate = flops / rates[cfg.dtype]
         print0(
             world,
             f"{name:{width}} {middle:9.1f} ({min(ms):7.1f} - {max(ms):7.1f}) "
-            f"{tokens_per_s:10,.0f} {mfu:>6} {of_rate:15.1%} {memory:9,} {valley:>9} {host:9,} "
+            f"{tokens_per_s:10,.0f} {mfu:>6} {memory:9,} {valley:>9} {host:9,} "
             f"{middle / first:9.3f} x its time",
         )
 

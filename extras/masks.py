@@ -71,13 +71,6 @@ class Document:
     # [(start, end)]: the characters that the model learns to predict; None for all of them.
     spans: list | None = None
 
-    @property
-    def key(self):
-        """A string that identifies the document: its hash puts it into train or val."""
-        if self.spans is None:
-            return self.text
-        return json.dumps((self.text, self.spans), ensure_ascii=False)
-
 
 class Masked(prepare.Job):
     """Rows become Documents, and a token has two fields: itself, and if it is learned."""
@@ -91,7 +84,9 @@ class Masked(prepare.Job):
         self.document = partial(render, self.template, args.learn.split(",") if args.learn else [])
 
     def key(self, document):
-        return document.key
+        if document.spans is None:
+            return document.text
+        return json.dumps((document.text, document.spans), ensure_ascii=False)
 
     def encode(self, document, own):
         """A document's tokens and mask. The tokens are those of the whole text: some tokenizers

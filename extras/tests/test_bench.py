@@ -15,8 +15,8 @@ from extras import bench
 
 
 def measured(*argv):
-    """The command on a machine of 1e6 FLOP/s, which it is told: measuring takes a second."""
-    bench.matmul_rate = lambda device, dtype: 1e6
+    """The command on a machine of 1e6 FLOP/s, as it is told."""
+    bench.peak_flops = lambda device: 1e6
     bench.main(list(argv))
 
 
@@ -31,12 +31,12 @@ def test_bench_figures_fit_each_other_and_plain_pytorchs_count_of_flops(tmp, tmp
     expected, first = plain_flops(), None
     for four, line in rows:
         numbers = [float(number.replace(",", "")) for number in re.findall(r"[\d.,]+", line)]
-        ms, fastest, slowest, tokens_per_s, of_matmul, memory, host, ratio = numbers
+        ms, fastest, slowest, tokens_per_s, mfu, memory, host, ratio = numbers
         first = first or ms
         tokens = 2 * (4 if four else 2) * TINY["block_size"]
         assert fastest <= ms <= slowest
         assert tokens_per_s == pytest.approx(tokens / ms * 1e3, rel=0.1 / ms, abs=1)  # both rounded
-        assert of_matmul / 100 == pytest.approx(expected * tokens_per_s / 2 / 1e6, rel=0.001)
+        assert mfu / 100 == pytest.approx(expected * tokens_per_s / 2 / 1e6, rel=0.001)
         assert host == pytest.approx(memory, rel=0.02) and memory > 64 and " n/a " in line
         rounding = ms / first * 0.1 / min(ms, first) + 1e-3  # of the times, and of the ratio
         assert ratio == pytest.approx(ms / first, abs=rounding)

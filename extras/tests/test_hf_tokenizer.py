@@ -56,15 +56,6 @@ def make(path, template=None, end="<|im_end|>", learned=TEXTS, special=SPECIAL, 
     return hf
 
 
-def test_places_of_tokens_are_the_librarys(tmp_path):
-    hf = make(tmp_path)
-    hf.encode_special_tokens = True
-    text = "Be brief: </s> \u00e9\u65e5\n\n who is it? "
-    found = hf.encode(text)
-    own = hf_tokenizer.encoder_of(str(tmp_path))
-    assert masks.places_of(text, own, False) == (found.ids, found.offsets)
-
-
 def test_special_tokens_in_a_text_are_text_and_in_a_template_they_are_not(tmp_path):
     hf = make(tmp_path)
     own = encoder(str(tmp_path))

@@ -164,35 +164,20 @@ def test_huggingface_tokenizer_is_that_of_the_data(tmp_path, monkeypatch, capsys
     assert "without a tokenizer: the data's is bytes" in capsys.readouterr().out
 
 
-def test_huggingface_tokenizer_has_its_own_pattern_whatever_its_class(tmp_path):
-    """transformers' GPT2Tokenizer would split its text by GPT-2's."""
-    words = pre.Split(tokenizers.Regex(r"\S+|\s+"), "isolated")
-    splits = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-    own = make(tmp_path / "data", learned=["a12345b"], splits=splits)
-    theirs = dict(tokenizer_class="GPT2Tokenizer", eos_token="</s>", padding_side="left")
-    (tmp_path / "data/tokenizer_config.json").write_text(json.dumps(theirs))
-    make_hf(tmp_path / "hf", "gpt2")
-    source = open_pretrained(str(tmp_path / "hf"))
-    source.header["config"]["dataset"] = str(tmp_path / "data")
-    source.header["meta"] = dict(vocab_size=300, tokenizer="tokenizer.json")
-    export(source, tmp_path / "out")
-    text = "a12345b"
-    by_class = transformers.AutoTokenizer.from_pretrained(tmp_path / "data")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs(text)["input_ids"] == own.encode(text).ids != by_class(text)["input_ids"]
-    assert (theirs.eos_token, theirs.padding_side) == ("</s>", "left")
-
-
 MODELS = dict(eos_token="<s>", padding_side="left", chat_template="{{ messages }}")
+OTHER = dict(tokenizer_class="GPT2Tokenizer")  # it would split a text by GPT-2's pattern
 
 
 @pytest.mark.parametrize("datas, models, expected", [
     (None, None, {}), (None, MODELS, MODELS), (None, dict(MODELS, pad_token="other"), {}),
-    (dict(chat_template="own"), MODELS, dict(MODELS, chat_template="own"))])
+    (dict(OTHER, chat_template="own"), MODELS, dict(MODELS, chat_template="own"))])
 def test_huggingface_tokenizer_takes_from_the_model_what_the_data_lacks(
         tmp_path, datas, models, expected):
-    """From the model that the run began from, if it has the same tokens. The data's has no end."""
-    own = make(tmp_path / "data", special=["<s>"])
+    """From the model that the run began from, if it has the same tokens. The data's has no end, and
+    a pattern of its own, whatever its class."""
+    words = pre.Split(tokenizers.Regex(r"\S+|\s+"), "isolated")
+    splits = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    own = make(tmp_path / "data", special=["<s>"], learned=["a12345b"], splits=splits)
     os.remove(tmp_path / "data/tokenizer_config.json")
     if datas:
         (tmp_path / "data/tokenizer_config.json").write_text(json.dumps(datas))
@@ -203,7 +188,7 @@ def test_huggingface_tokenizer_takes_from_the_model_what_the_data_lacks(
         source.header["kept"] = {KEPT[2]: json.dumps(models), KEPT[4]: MODELS["chat_template"]}
     export(source, tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "the other sun"
+    text = "the a12345b sun"
     assert theirs(text)["input_ids"] == own.encode(text).ids
     nothing = dict(eos_token=None, padding_side="right", chat_template=None)
     assert {key: getattr(theirs, key) for key in nothing} == {**nothing, **expected}

@@ -9,7 +9,6 @@ every mode, resumes and generates in test_contract.py.
 import json
 import os
 import re
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from test_hf_tokenizer import make
 from test_huggingface import make_hf
 from test_prepare import run_prepare
 from torch.nn import functional as F
-from training import built, launch, plain_model, read_ckpt, resident, started, tiny
+from training import launch, plain_model, read_ckpt, resident, started, tiny
 
 import checkpoint
 import train
@@ -46,14 +45,6 @@ def test_llama_grouped_heads_equal_expanded_ones(T, dtype, limit):
     assert (attend_in_groups(q, k, v).float() - expected).abs().max() < limit
 
 
-def case_bf16_rotation(tmp):
-    """Types that rotate() sees under FSDP's bf16 policy."""
-    run = built(tmp, model="llama", strategy="full_shard", dtype="bfloat16")
-    with patch.object(llama, "rotate", side_effect=llama.rotate) as rotate:
-        run.wrapped(IDX, IDX)
-    return sorted({tuple(str(t.dtype) for t in call.args) for call in rotate.call_args_list})
-
-
 def case_memory(path):
     """(growth of this process's peak while it loads, the largest parameter, all), in bytes."""
     world = setup("cpu", "auto")
@@ -70,30 +61,22 @@ def case_memory(path):
     return growth, max(sizes), sum(sizes)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp, tmp_path_factory):
-    path = tmp_path_factory.mktemp("large")
-    sizes = dict(hidden_size=512, intermediate_size=1024, vocab_size=40000, num_attention_heads=4)
-    model = make_hf(path / "small", "llama3", **sizes)
-    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="100MB")
-    return on_ranks(2, {"rotation": (case_bf16_rotation, dict(tmp=tmp)),
-                        "memory": (case_memory, dict(path=str(path)))})
-
-
-def test_llama_loading_takes_the_memory_of_one_tensor(two_ranks):
+def test_llama_loading_takes_the_memory_of_one_tensor(tmp_path):
     """In fp32, and of the file's, in bf16, which is mapped."""
-    for growth, largest, whole in values(two_ranks, "memory"):
+    sizes = dict(hidden_size=512, intermediate_size=1024, vocab_size=40000, num_attention_heads=4)
+    model = make_hf(tmp_path / "small", "llama3", **sizes)
+    model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="100MB")
+    found = on_ranks(2, {"memory": (case_memory, dict(path=str(tmp_path)))})
+    for growth, largest, whole in values(found, "memory"):
         assert whole > 2 * largest > 160e6
         assert growth <= 2.25 * largest
 
 
-def test_llama_angles_stay_fp32_in_bf16(tmp, two_ranks):
-    """Also where FSDP casts what a block gets. And a turn is computed in fp32."""
-    for seen in values(two_ranks, "rotation"):
-        assert seen == [["torch.bfloat16", "torch.float32", "torch.float32"]]
+def test_llama_angles_and_turns_are_fp32_in_bf16(tmp):
     config = plain_model(tiny(tmp, model="llama")).config
     x = torch.randn(1, 1, 500, 64).bfloat16()
     cos, sin = llama.rotation(1500, 500, 64, config, "cpu")
+    assert cos.dtype == sin.dtype == torch.float32
     a, b = x.double().chunk(2, -1)
     turned = torch.view_as_real(torch.complex(a, b) * torch.complex(cos, sin).to(torch.cdouble))
     expected = torch.cat(turned.unbind(-1), -1).bfloat16()

@@ -7,7 +7,6 @@ The update rule is torch.optim.Muon's.
 """
 
 import functools
-import os
 from collections import Counter
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ import training
 from harness import on_ranks, values
 from test_cuda import case_training, trainings
 from torch.distributed.tensor.debug import CommDebugMode
-from training import arguments, assert_same_weights, built, losses, read_ckpt, run_training
+from training import assert_same_weights, built, read_ckpt, run_training
 
 from extras import muon
 
@@ -173,23 +172,6 @@ def test_muon_mechanisms(ranks, name):
         assert r["collectives"] == {"alltoall_base_": 1 if name == "ddp" else 2}
         assert 12 // world - 1 <= len(r["shapes"]) <= 12 // world + 1
         assert r["as_formula"] == [True, True]
-
-
-# ---------- checkpoints --------------------------------------------------------
-
-CHAIN = [  # ranks, strategy, kind of checkpoint
-    (2, "full_shard", "full"), (3, "full_shard", "sharded"), (2, "ddp", "sharded"), (1, "", "full")]
-
-
-@pytest.mark.slow
-def test_muon_checkpoints_at_other_world_sizes_and_strategies(tmp):
-    whole, chain = os.path.join(tmp, "muon-whole"), os.path.join(tmp, "muon-chain")
-    run_training(tmp, "muon-whole", max_iters=8, **MUON)
-    for i, (world, strategy, kind) in enumerate(CHAIN):
-        run = dict(strategy=strategy, checkpoint=kind, init_from="auto", max_iters=2 * (i + 1))
-        training.launch(world, arguments(tmp, chain, **run, **MUON))
-    assert losses(chain) == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_weights(read_ckpt(chain)["model"], read_ckpt(whole)["model"], 1e-4)
 
 
 # ---------- on a GPU -----------------------------------------------------------

@@ -12,18 +12,21 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
+from weakref import WeakSet
 
 import formulas
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train
 from configurator import STRATEGIES, load_config
 from extras import plan
-from extras.memory import MemoryTracer
 from extras.rehearse import COLLECTIVES, KINDS, Event, rehearse
 from optimizer import LossScaler
 
@@ -73,6 +76,33 @@ def test_plan_rehearsed_state_is_the_closed_formula(size, argv):
         assert at["gradients"] == pytest.approx(device["gradients"] * gradients, rel=0.02)
         state = host.total() - (0 if gradients else host["gradients"])
         assert at["host"] + at["pinned"] == pytest.approx(state, rel=0.02, abs=counters)
+
+
+class MemoryTracer(TorchDispatchMode):
+    """Of a real step: the bytes of all live tensors after each operation, and the collectives. A
+    tensor is known from the first operation that takes or returns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = WeakSet()  # views share one; freed ones leave by themselves
+        self.clear()
+
+    def clear(self):
+        """Forget the operations so far, but not the tensors."""
+        self.bytes = []
+        self.collectives = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # the operation comes back with this rank's rows
+        out = op(*args, **(kwargs or {}))
+        for t in tree_leaves((args, kwargs, out)):
+            if isinstance(t, torch.Tensor):
+                self.storages.add(t.untyped_storage())
+        self.bytes.append(sum(storage.nbytes() for storage in self.storages))
+        if op.namespace == "c10d":
+            self.collectives[op.name()] += 1
+        return out
 
 
 @pytest.mark.parametrize("size, argv", [
@@ -215,9 +245,15 @@ SHALLOW = "--world_size=8", "--n_layer=4", "--block_size=512", "--n_head=16", "-
     (["--n_layer=2"], 80, "single"), (SHALLOW, 18, "ddp"), (SHALLOW, 12.2, "shard_grad_op"),
     (SHALLOW, 2, "")])
 def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, taken):
-    plan.main([*argv, f"--gpu_memory={gpu_memory}"])
-    last = capsys.readouterr().out.strip().splitlines()[-1]
+    plan.main([*argv, f"--gpu_memory={gpu_memory}", "--events"])
+    table, *_, events = capsys.readouterr().out.split("\n\n")
+    last = events.splitlines()[-1]
     assert (f"take --strategy={taken}, " if taken else "--loss_chunks=8") in last
+    # What the last strategy's events send is what its row says; numbers are rounded.
+    sent = re.findall(r"^  [a-z-]+(?: x (\d+))? .* ([\d.,]+) +[\d.,]+$", events, re.M)
+    total = sum(int(times or 1) * float(size.replace(",", "")) for times, size in sent)
+    said = float(table.split()[-2].replace(",", ""))
+    assert total == pytest.approx(said, rel=0.02, abs=0.05) and "FSDP::post_" in events
 
 
 # ---------- times ----------

@@ -28,7 +28,7 @@ STEPS = SIZE + " --eval_iters=1 --log_interval=1 --max_iters={0} --eval_interval
 ADDED = {  # a part of commands: flags; the first that fits
     "own_model.py": "--steps=10",
     "sample.py": "--max_new_tokens=5 --num_samples=1 --device=cpu",
-    "--tokens=1e9": "", "--events": "", "extras.plan": "--n_layer=2",
+    "--tokens=1e9": "", "extras.plan": "--n_layer=2",
     "extras.bench": f"--steps=1 --gradient_accumulation_steps=2 {SIZE}",
     "finetune_smollm2.py": (
         "--max_iters=2 --eval_interval=2 --eval_iters=9 --block_size=32 --batch_size=2 "
