@@ -53,8 +53,8 @@ def checkpointed(block, forward, options, *args, **kwargs):
     return checkpoint(partial(forward, **kwargs), *args, **options)
 
 
-# "selective" keeps the results of these, but not of baddbmm: those are the T x T scores of
-# explicit attention.
+# "selective" keeps the results of these, but not of baddbmm: in attention that is written out,
+# those are the T x T scores.
 PRODUCTS = {
     torch.ops.aten.mm,
     torch.ops.aten.addmm,

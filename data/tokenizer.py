@@ -32,8 +32,7 @@ def tokenizer(meta, directory=""):
         file = os.path.join(directory, TOKENIZER)
         library = hugging_faces()
         hf, vocab_size = library.open_tokenizer(file)
-        decode = partial(hf.decode, skip_special_tokens=False)  # the end of a turn shows
-        return partial(library.encode_prompt, hf), decode, vocab_size
+        return partial(library.encode_prompt, hf), hf.decode, vocab_size
     if name == "gpt2":
         bpe = gpt2_bpe()
         return lambda text: bpe.encode(text, allowed_special="all"), bpe.decode, bpe.n_vocab

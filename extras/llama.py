@@ -18,7 +18,6 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-import model  # explicit_is_faster by this name: the plan replaces it there
 from model import GPT, attend, normal
 
 
@@ -84,7 +83,7 @@ def rotate(x, cos, sin):
 def attend_in_groups(q, k, v):
     """attend, where each of k's and v's heads (B, nkv, ...) serves nh / nkv query heads."""
     times = q.size(1) // k.size(1)
-    if times > 1 and q.dtype == torch.bfloat16 and not model.explicit_is_faster(q):
+    if times > 1 and q.dtype == torch.bfloat16:
         # Only flash attention reliably supports groups, and only in bf16.
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=q.size(2) > 1, enable_gqa=True)

@@ -322,7 +322,6 @@ def gpu_kernels():
         return F.layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, shape, weight)
 
     return [
-        patch("model.explicit_is_faster", lambda q: False),  # it is for CPUs
         patch.object(F, "scaled_dot_product_attention", without_dropout),
         patch.object(F, "dropout", dropout),
         patch.object(F, "rms_norm", rms_norm),
