@@ -27,8 +27,6 @@ def checkpoint_activations(
         convolutions and attention too; "none" changes nothing.
     offload_to_host: keep the inputs in host memory (with "full"). pin_memory: True for a GPU.
     """
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode={mode!r} must be none, selective or full")
     if offload_to_host and mode != "full":
         raise ValueError(f"offload_to_host=True needs mode='full', not {mode!r}")
     if mode == "none":

@@ -11,7 +11,6 @@ key, a value of another type, or keys that do not go together raise SystemExit w
 """
 
 import ast
-import difflib
 import importlib
 import inspect
 import os
@@ -105,7 +104,7 @@ class Keys:
     # --- system
     device: str = "auto"  # cpu, cuda, cuda:1, mps; under torchrun each rank has its own GPU
     dtype: Literal[("auto", *DTYPES)] = "auto"  # the compute type; parameters stay fp32.
-    #   auto: bfloat16 if the device is fast in it, else float16 on GPUs, float32 on CPUs
+    #   auto: bfloat16 on GPUs that are fast in it, float16 on older ones, float32 on CPUs
     loss_scale: float = 65536.0  # float16's initial scale; the run then adjusts it
     compile: bool = True  # torch.compile: takes a minute, then runs faster; turn off for short runs
     cuda_graph: bool = False  # record a GPU's work in a step once, and replay it: faster where the
@@ -218,10 +217,9 @@ def make_config(values, origins=None):
     for key, value in values.items():
         where = origins.get(key, "config")
         if key not in keys:
-            near = difflib.get_close_matches(key, keys, 1)
-            hint = f"did you mean {near[0]}?" if near else (
-                "--help lists the keys, and a config file's helper begins with _")
-            raise SystemExit(f"{where}: no key {key} (model={model}); {hint}")
+            raise SystemExit(
+                f"{where}: no key {key} (model={model}); --help lists the keys, and a helper in a "
+                "config file begins with _")
         part = own if hasattr(Config, key) else sizes
         part[key] = checked(key, value, keys[key].type, where)
     try:
@@ -339,11 +337,9 @@ def conflicts(cfg, size, distributed):
          f"min_lr={cfg.min_lr} is above learning_rate={cfg.learning_rate}"),
         (cfg.shard_group_size and not in_groups,
          "shard_group_size is for strategy=hybrid_shard"),
-        (in_groups and cfg.shard_group_size == 1 < size,
-         "groups of one rank would shard nothing: pass --shard_group_size"),
         ("://" in cfg.out_dir, f"out_dir={cfg.out_dir} must be a directory here, not an address"),
-        (in_groups and size % cfg.shard_group_size,
-         f"shard_group_size={cfg.shard_group_size} must be a divisor of {size}, all ranks"),
+        (in_groups and (size % cfg.shard_group_size or cfg.shard_group_size == 1 < size),
+         f"shard_group_size={cfg.shard_group_size} must divide {size}, all ranks, and 1 shards nothing"),
         (cfg.cuda_graph and offloads, "offloading cannot be recorded; use --cuda_graph=False"),
     ]
 
@@ -353,9 +349,4 @@ def best_dtype(device):
     if device.type == "cuda":
         has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return "bfloat16" if has_bf16 else "float16"
-    if device.type == "cpu":
-        # Private probes, since there are no public ones. If they disappear, fp32 always works.
-        for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-            if getattr(torch.cpu, probe, bool)():
-                return "bfloat16"
     return "float32"

@@ -393,19 +393,12 @@ def inference(wrapped, training: bool = False):
     modes = {module: module.training for module in wrapped.modules()}
     units = [module for module in modes if isinstance(module, FSDPModule)][::-1]  # inner first
     wrapped.train(training)
+    failed = True
     try:
         # Leave any inference_mode: the next backward couldn't use copies gathered in it.
         with torch.inference_mode(False), torch.no_grad():
             yield
-    except BaseException:
-        for unit in units:
-            unit.reshard()
-            if not all(isinstance(p, DTensor) for p in unit.parameters()):
-                # It was raised in this unit's forward. Then reshard obeys reshard_after_forward.
-                unit.set_reshard_after_forward(True, recurse=False)
-                unit.reshard()
-                unit.set_reshard_after_forward(False, recurse=False)
-        raise
+        failed = False
     finally:
         for module, mode in modes.items():
             module.train(mode)  # a model may have its own, and do more; outer modules come first
@@ -416,6 +409,11 @@ def inference(wrapped, training: bool = False):
             if hasattr(unit, "is_prefetched"):
                 unit.unshard()
             unit.reshard()
+            if failed and not all(isinstance(p, DTensor) for p in unit.parameters()):
+                # It failed in this unit's forward. Then reshard obeys reshard_after_forward.
+                unit.set_reshard_after_forward(True, recurse=False)
+                unit.reshard()
+                unit.set_reshard_after_forward(False, recurse=False)
 
 
 # ---------- whole tensors, out and in, one at a time --------------------------

@@ -198,8 +198,7 @@ def attend(q, k, v, dropout):
     """Causal attention of q (B, nh, T, hs) to k and v -> (B, nh, T, hs). k and v are longer than T
     if a cache holds earlier positions, and then T is 1."""
     # A single new token sees the whole cache.
-    causal = q.size(2) > 1
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, dropout_p=dropout)
 
 
 def cross_entropy(logits, targets, reduction="mean"):

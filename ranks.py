@@ -136,10 +136,10 @@ def require_same(values, world):
         dist.all_gather_object(of_ranks, values)
     for rank, theirs in enumerate(of_ranks):
         for key, value in theirs.items():
-            first = of_ranks[0].get(key)
-            if value != first:
+            if value != of_ranks[0].get(key):
                 raise SystemExit(
-                    f"ranks differ: {key} is {first!r} on rank 0, and {value!r} on rank {rank}; "
+                    f"ranks differ: {key} is {of_ranks[0].get(key)!r} on rank 0, and {value!r} on "
+                    f"rank {rank}; "
                     "does a config file draw it, or has a node another command or other data?")
 
 

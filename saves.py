@@ -61,15 +61,11 @@ class RunDirectory:
         try:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.lock_file.seek(0)
             raise SystemExit(
-                f"out_dir={self.path} is in use by {self.lock_file.read().strip()}; wait until it "
-                "ends (a shared disk keeps a dead node's lock for two minutes), or pass another "
-                "--out_dir")
+                f"out_dir={self.path} is in use by another run; wait until it ends (a shared disk "
+                "keeps a dead node's lock for two minutes), or pass another --out_dir")
         except OSError as e:
             print(f"{self.path}: no locks here ({e.strerror}), so never start two runs there")
-        self.lock_file.truncate(0)
-        print("process", os.getpid(), "on", os.uname().nodename, file=self.lock_file, flush=True)
 
     def claim(self, source, resumed=False):
         """Make the directory if there is none, and return the run's id. A run that resumes here
@@ -133,7 +129,6 @@ class Saver:
             model_args=asdict(cfg.sizes),
             config=as_dict(cfg),
             meta=read_meta(data_dir(cfg.dataset)),
-            torch=str(torch.__version__),
             run=run_id,
             # The Hugging Face files of the model that the run began from: an export needs them.
             kept=header.get("kept"),

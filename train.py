@@ -224,10 +224,7 @@ def train_step(
         # Fetch the next micro-batch while the GPU works on this one.
         batches.prefetch_next(step, micro)
     if compared:
-        try:
-            compared.step(step, optimizer, loss.sum() / scale, scale)
-        except ValueError as e:
-            raise SystemExit(str(e))
+        compared.step(step, optimizer, loss.sum() / scale, scale)
     norm = fsdp.clip_grad_norm(wrapped, cfg.grad_clip, scale)
     # float16: if a gradient overflowed on any rank, all ranks skip the step.
     if scaler.accepts(norm):
