@@ -339,14 +339,13 @@ def conflicts(cfg, size, distributed):
          "shard_group_size is for strategy=hybrid_shard"),
         ("://" in cfg.out_dir, f"out_dir={cfg.out_dir} must be a directory here, not an address"),
         (in_groups and (size % cfg.shard_group_size or cfg.shard_group_size == 1 < size),
-         f"shard_group_size={cfg.shard_group_size} must divide {size}, all ranks, and 1 shards nothing"),
+         f"shard_group_size={cfg.shard_group_size} must divide {size} ranks into larger groups"),
         (cfg.cuda_graph and offloads, "offloading cannot be recorded; use --cuda_graph=False"),
     ]
 
 
 def best_dtype(device):
     """The fastest compute type of the device; bf16 if it can, which needs no loss scaling."""
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        return "bfloat16" if has_bf16 else "float16"
-    return "float32"
+    if device.type != "cuda":
+        return "float32"
+    return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"

@@ -175,8 +175,7 @@ class Log:
         """losses: as train.evaluate returns them."""
         said = ", ".join(f"{name} loss {loss:.4f}" for name, loss in losses.items())
         print0(self.world, f"step {step}: {said}")
-        row = {f"{split}_loss": loss for split, loss in losses.items()}
-        self.write(dict(iter=step, **row))
+        self.write({"iter": step, **{f"{split}_loss": loss for split, loss in losses.items()}})
 
     def write(self, row):
         # JSON has no infinity and no NaN.

@@ -13,14 +13,14 @@ from test_config import (  # noqa: F401  pytest finds them here
 TABLE = r"""
 load
   --model=llama --dropout=0.1 | --help
-  --model=llama --bias=True | qkv_bias
+  --model=llama --bias=True | --help
   --model=llama --n_embd=577 | multiple of n_head
   --model=llama --n_kv_head=4 | a divisor of it
 train.py TOY
   --init_from=no/such/dir | local directory
   --init_from=ODD/nothing | config.json
 extras/plan.py
-  --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | divisor of 96
+  --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | must divide 96
   --world_size=8 --strategy=single | python train.py
   --gpu=bogus | A100
 data/prepare.py x --tokenizer=bytes --out=ODD/new
