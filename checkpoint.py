@@ -113,13 +113,10 @@ def load(source, model, optimizer, world):
             raise SystemExit(f"{source.path} is of another model or optimizer: no {key} here")
     for key, t in ours.items():
         write_full(t, source.value(key, tuple(t.shape), model.config))
-    if optimizer:
-        load_changed_numbers(source, optimizer)
-
-
-def load_changed_numbers(source, optimizer):
-    """Set the numbers that the optimizer itself had changed in its groups since it was made, such
-    as Prodigy's d or a count. What the code or a key has set is today's."""
+    if not optimizer:
+        return
+    # The numbers that the optimizer itself had changed in its groups since it was made, such as
+    # Prodigy's d or a count. What the code or a key has set is today's.
     for group, saved in zip(optimizer.param_groups, source.header.get("param_groups", [])):
         for key, made in saved.get("made", {}).items():
             if saved[key] != made:

@@ -437,8 +437,7 @@ def gather_full(t):
     # All ranks must send the same number of rows, so the last ones pad. Send them from the
     # device: NCCL can't send host memory.
     own = t.to_local()
-    device = t.device_mesh.device_type
-    rows = torch.zeros(per_rank, *t.shape[1:], dtype=t.dtype, device=device)
+    rows = torch.zeros(per_rank, *t.shape[1:], dtype=t.dtype, device=t.device_mesh.device_type)
     rows[:len(own)] = own
     if not is_rank0:
         dist.gather(rows, dst=0, group=group)

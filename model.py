@@ -57,10 +57,7 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x)  # (B, T, 3 C)
         qkv = qkv.view(B, T, 3, self.n_head, hs)
         # unbind, not permute: its backward writes one contiguous gradient for c_attn.
-        q, k, v = qkv.unbind(2)  # (B, T, nh, hs) each
-        q = q.transpose(1, 2)  # (B, nh, T, hs)
-        k = k.transpose(1, 2)
-        v = v.transpose(1, 2)
+        q, k, v = [t.transpose(1, 2) for t in qkv.unbind(2)]  # (B, nh, T, hs) each
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0

@@ -40,8 +40,7 @@ def make(model, cfg, params=None):
         {"params": [p for p in trained if p not in decayed], "weight_decay": 0.0},
     ]
     # fused is one kernel; the other variants make a dozen temporaries as large as the model.
-    betas = (cfg.beta1, cfg.beta2)
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, fused=True)
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 
 def learning_rate_at(step, cfg):
