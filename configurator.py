@@ -194,7 +194,8 @@ def run_file(path, before):
         scope = runpy.run_path(path, init_globals=before)
     except (Exception, SystemExit) as e:
         raise SystemExit(f"{path}: {type(e).__name__}: {e}; is it a config file?")
-    typed = scope.get("__annotations__", {}).keys() - scope.keys()  # Python takes `a: 1` for a type
+    # Python takes `a: 1` for a type.
+    typed = [key for key in scope.get("__annotations__", ()) if scope.get(key) is before.get(key)]
     if typed or not path.endswith(".py"):
         raise SystemExit(f"{path}: a config file is NAME.py, and its lines are key = value")
     assigned = {}

@@ -159,9 +159,8 @@ class GPT(nn.Module):
 
         # Not F.linear_cross_entropy: in torch 2.13 it breaks graphs and fp16's loss scaling.
         total = 0.0
-        x_pieces = x.chunk(self.loss_chunks, dim=1)
-        target_pieces = targets.chunk(self.loss_chunks, dim=1)
-        for piece in zip(x_pieces, target_pieces):
+        pieces = zip(x.chunk(self.loss_chunks, dim=1), targets.chunk(self.loss_chunks, dim=1))
+        for piece in pieces:
             total += checkpoint(sum_loss, *piece, use_reentrant=False)
         return None, total / (targets != -1).sum()
 

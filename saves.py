@@ -75,8 +75,8 @@ class RunDirectory:
         self.lock()
         run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
         if resumed:
-            its_own = os.path.realpath(source.header["config"].get("out_dir", "")) == self.path
-            return source.header.get("run", run_id) if its_own else run_id  # nanoGPT's have none
+            is_copy = source.header.get("path", self.path) != self.path
+            return run_id if is_copy else source.header.get("run", run_id)  # nanoGPT's have none
         of_a_run = ("ckpt.pt", STEP, "metrics.jsonl")
         earlier = [file for pattern in of_a_run for file in Path(self.path).glob(pattern)]
         if earlier:
@@ -130,6 +130,7 @@ class Saver:
             config=as_dict(cfg),
             meta=read_meta(data_dir(cfg.dataset)),
             run=run_id,
+            path=self.out_dir,
             # The Hugging Face files of the model that the run began from: an export needs them.
             kept=header.get("kept"),
         )

@@ -75,11 +75,13 @@ def final_config(cfg, source, resumed, world):
 
 
 def require_same_tokens(source, dataset):
-    """SystemExit if the data's meta.json and that of the source's run name different tokens."""
-    both = []
-    for meta in (read_meta(data_dir(dataset)), source.header.get("meta") or {}):
-        both.append([meta.get(key) for key in ("chars", "tokenizer", "tokenizer_crc")])
-    if all(map(any, both)) and both[0] != both[1]:
+    """SystemExit if the data's meta.json and that of the source's run name different tokens, as far
+    as they name them."""
+    metas = read_meta(data_dir(dataset)), source.header.get("meta") or {}
+    kinds = {"".join(meta.get("chars", "")) or meta.get("tokenizer", "") for meta in metas}
+    kinds = {kind.replace("tokenizer.json", "gpt2") for kind in kinds}  # GPT-2's may be a file too
+    crcs = {meta.get("vocab_crc") for meta in metas}
+    if len(kinds - {""}) > 1 or len(crcs - {None}) > 1:
         raise SystemExit(f"dataset={dataset} has another tokenizer than the data of {source.path}")
 
 

@@ -245,8 +245,7 @@ def mean_loss(wrapped, weighted_batches, cfg, world):
         for turn, (x, y, weight) in enumerate(weighted_batches):
             # If the model draws random numbers in evaluation, make them the same each time, at
             # any world size.
-            number = turn * world.size + world.rank
-            torch.manual_seed(derive_seed(cfg.seed, "evaluation", number))
+            torch.manual_seed(derive_seed(cfg.seed, "evaluation", turn * world.size + world.rank))
             sums[0] += forward(wrapped, x, y, weight, cfg, world).sum()
             sums[1] += weight
     total, weights = all_reduce_mean_(sums.cpu(), world)

@@ -373,8 +373,9 @@ def prepare(args, job, own, out):
 
     # Copy the tokenizer's files too, so that the directory is complete when it moves.
     meta = {"vocab_size": own.vocab_size, "tokenizer": own.name, **job.meta}
-    if own.files:  # tokenizer.json is the name of many
-        meta["tokenizer_crc"] = record["arguments"]["tokenizer_crc"]
+    if own.files:  # tokenizer.json is the name of many; a chat model's differs in other parts
+        vocab = json.loads(own.files["tokenizer.json"])["model"]["vocab"]
+        meta["vocab_crc"] = zlib.crc32(json.dumps(vocab, sort_keys=True).encode())
     others = {**own.files, "meta.json": json.dumps(meta).encode()}
     write_shard(out, job, waiting, record, others, is_last=True)
     for split, count in record["tokens"].items():

@@ -322,7 +322,7 @@ def test_run_moves_what_any_file_of_a_run_shows(tmp_path, capsys, file, moved):
 
 def test_run_that_was_copied_has_an_id_of_its_own(tmp_path):
     """Else W&B would take both for one."""
-    source = SimpleNamespace(header=dict(run="x", config=dict(out_dir=str(tmp_path / "a"))))
+    source = SimpleNamespace(header=dict(run="x", path=str(tmp_path / "a")))
     ids = [saves.RunDirectory(str(tmp_path / out)).claim(source, True) for out in ("a", "b")]
     assert ids[0] == "x" != ids[1]
     assert saves.RunDirectory(str(tmp_path / "c")).claim(None) != ids[1]  # in the same second

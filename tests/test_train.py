@@ -185,15 +185,18 @@ def test_start_keeps_what_the_run_has_kept_unless_it_is_told(tmp):
 
 
 def test_start_on_data_of_other_tokens_is_refused(tmp):
-    make_data(f"{tmp}/letters", chars=["a", "b"], tokenizer_crc=1)
-    for theirs, is_refused in (
-            (dict(chars=["a", "b"], tokenizer_crc=1), False), (dict(chars=["b", "a"]), True),
-            (dict(chars=["a", "b"], tokenizer_crc=2), True), (dict(tokenizer="bytes"), True),
-            (dict(vocab_size=2), False), (None, False)):  # nanoGPT's
-        arguments = checkpoint.Source("there", dict(meta=theirs), {}), f"{tmp}/letters"
+    letters, words = dict(chars=["a", "b"]), dict(tokenizer="tokenizer.json", vocab_crc=1)
+    for i, (ours, theirs, is_refused) in enumerate((
+            (letters, letters, False), (letters, dict(chars=["b", "a"]), True),
+            (letters, dict(tokenizer="bytes"), True), (letters, dict(vocab_size=2), False),
+            (letters, None, False),  # nanoGPT's
+            (words, dict(words, vocab_crc=2), True), (words, dict(tokenizer="gpt2"), False))):
+        data = f"{tmp}/tokens-{i}"
+        make_data(data, **ours)
+        arguments = checkpoint.Source("there", dict(meta=theirs), {}), data
         if is_refused:
             said = refused(start.require_same_tokens, *arguments)
-            assert said == f"dataset={tmp}/letters has another tokenizer than the data of there"
+            assert said == f"dataset={data} has another tokenizer than the data of there"
         else:
             start.require_same_tokens(*arguments)
 
