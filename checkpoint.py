@@ -159,7 +159,7 @@ def open_full(path):
     for name, tensor in ckpt.pop("model").items():
         if not names:
             name = re.sub(r"^((module|_orig_mod)\.)+", "", name)  # DDP's and the compiler's
-            if name.endswith(".attn.bias") and tensor.dim() == 4:  # a mask, without flash attention
+            if name.endswith(".attn.bias") and tensor.dim() == 4:  # its causal mask
                 continue
         flat[f"model.{name}"] = tensor
     if not names:

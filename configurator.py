@@ -340,7 +340,7 @@ def conflicts(cfg, size, distributed):
          "shard_group_size is for strategy=hybrid_shard"),
         ("://" in cfg.out_dir, f"out_dir={cfg.out_dir} must be a directory here, not an address"),
         (in_groups and (size % cfg.shard_group_size or cfg.shard_group_size == 1 < size),
-         f"shard_group_size={cfg.shard_group_size} must divide {size} ranks into larger groups"),
+         f"shard_group_size={cfg.shard_group_size} must divide {size} ranks, and be more than 1"),
         (cfg.cuda_graph and offloads, "offloading cannot be recorded; use --cuda_graph=False"),
     ]
 

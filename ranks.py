@@ -139,8 +139,8 @@ def require_same(values, world):
             if value != of_ranks[0].get(key):
                 raise SystemExit(
                     f"ranks differ: {key} is {of_ranks[0].get(key)!r} on rank 0, and {value!r} on "
-                    f"rank {rank}; "
-                    "does a config file draw it, or has a node another command or other data?")
+                    f"rank {rank}; does a config file draw it, or does a node have another command "
+                    "or other data?")
 
 
 class StopSignal:

@@ -78,11 +78,11 @@ class RunDirectory:
             is_copy = source.header.get("path", self.path) != self.path
             return run_id if is_copy else source.header.get("run", run_id)  # nanoGPT's have none
         of_a_run = ("ckpt.pt", STEP, "metrics.jsonl")
-        earlier = [file for pattern in of_a_run for file in Path(self.path).glob(pattern)]
+        earlier = [file for pattern in of_a_run for file in sorted(Path(self.path).glob(pattern))]
         if earlier:
             aside = f"{self.path}.{run_id}"
             os.makedirs(aside)
-            for file in earlier:
+            for file in earlier:  # the newest step last: a kill on the way leaves it here
                 file.rename(Path(aside, file.name))
             print(f"{self.path} had an earlier run; moved it to {aside}", flush=True)
         return run_id

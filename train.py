@@ -86,7 +86,7 @@ def freeze(model, pattern):
     named = dict(model.named_parameters())
     hits = [name for name in named if re.search(pattern, name)]
     if not hits:
-        raise SystemExit(f"freeze={pattern!r} matches no parameter, such as {[*named][-1]}")
+        raise SystemExit(f"freeze={pattern!r} matches no parameter; one is {[*named][-1]}")
     for name in hits:
         named[name].requires_grad_(False)
 

@@ -210,7 +210,7 @@ resolve TOY
   --gradient_accumulation_steps=3; --gradient_accumulation_steps=0 | multiple of 2
   --strategy=full_shard --shard_group_size=2 | hybrid_shard
   --strategy=hybrid_shard --shard_group_size=3 | must divide 2 ranks
-  --strategy=hybrid_shard --shard_group_size=1 | larger groups
+  --strategy=hybrid_shard --shard_group_size=1 | more than 1
   --out_dir=s3://bucket/run | not an address
   --grad_clip=-1; --keep_checkpoints=-1; --save_interval=-1; --seed=-1 | must be 0 or more
   --batch_size=0; --eval_interval=0; --eval_iters=0; --log_interval=0 | must be 1 or more
@@ -221,7 +221,7 @@ train.py TOY
   --dataset=ODD/empty; --dataset=ODD/half | prepare it again
   --dataset=ODD/beyond; --dataset=ODD/npy | fix meta.json
   --dataset=ODD/short; --block_size=100000 | lower it
-  --freeze=nothing | such as transformer.
+  --freeze=nothing | one is transformer.
   --optimizer=sdg | no sdg.py
   --init_from=resume | no checkpoint in
   --vocab_size=10 | tokenizer
