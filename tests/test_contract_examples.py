@@ -50,15 +50,19 @@ def test_contract_holds_for_a_hybrid_on_two_ranks(tmp, models):
 def test_a_loss_of_several_terms_is_logged_term_by_term(tmp, models):
     """Of a model that in training predicts more than the next token. The terms add up."""
     terms = f"torch.stack([{LOSS}, {LOSS} / 4]) if self.training else {LOSS}"
-    text = FILES["smallest"].replace(LOSS, terms) + "\n\nModel.loss_terms = ('next', 'other')\n"
-    (models / "terms.py").write_text(text)
+    for name, loss in (("terms", terms), ("one", f"{LOSS} * (1.25 if self.training else 1)")):
+        text = FILES["smallest"].replace(LOSS, loss)
+        (models / f"{name}.py").write_text(f"{text}\n\nModel.loss_terms = ('next', 'other')\n")
     contract.assert_kept(tmp, "terms")
-    out = os.path.join(tmp, "terms")
-    train.train(contract.small(tmp, "terms", out_dir=out, strategy="single", max_iters=2))
-    rows = [row for row in read_metrics(out) if "loss" in row]
-    assert len(rows) == 2
-    for row in rows:
+    rows = {}
+    for name in ("terms", "one"):
+        out = os.path.join(tmp, name)
+        train.train(contract.small(tmp, name, out_dir=out, strategy="single", max_iters=2))
+        rows[name] = [row for row in read_metrics(out) if "loss" in row]
+    assert len(rows["terms"]) == 2
+    for row, one in zip(rows["terms"], rows["one"]):
         assert row["loss"] == pytest.approx(1.25 * row["next"]) == pytest.approx(5 * row["other"])
+        assert row["grad_norm"] == pytest.approx(one["grad_norm"])
 
 
 # What the smallest file has, where mistakes are put in.
