@@ -13,7 +13,7 @@ from unittest.mock import MagicMock, call, patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks, on_ranks, refused, values
+from harness import on_ranks, refused, values
 
 import ranks
 
@@ -92,22 +92,6 @@ def test_ranks_that_name_a_gpu_have_one_each_or_are_refused(monkeypatch):
     with_gpus(monkeypatch, 2)
     assert [ranks.pick_device("cuda:1", rank, 2).index for rank in (0, 1)] == [0, 1]
     assert ranks.pick_device("cuda:1").index == 1  # alone
-
-
-def opens_group():
-    def look(*args, store, **kwargs):
-        assert not store.check(["address"]), "it would call a dead rank"
-        store.set("address", os.environ["RANK"])
-
-    dist.init_process_group = look  # gloo leaves such keys, and waits for them
-    ranks.open_group(0, 1, torch.device("cpu"), "auto")
-
-
-def test_ranks_that_restart_do_not_call_a_dead_peer():
-    first = Ranks(1, opens_group, alone=False)
-    assert first.finish().returncode == 0
-    p = Ranks(1, opens_group, alone=False, restarts=first).finish()
-    assert p.returncode == 0, p.stderr
 
 
 # ---------- the log, and leaving --------------------------------------------------
