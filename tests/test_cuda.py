@@ -1,5 +1,5 @@
 """
-What a GPU runs: whole steps on one, two and four; and parts of it, on any machine.
+What a GPU runs: whole steps on one, two and four.
 
     python -m pytest -q -rs -k cuda      # on a GPU machine: these, and others' tests of a GPU
 
@@ -11,24 +11,18 @@ import functools
 import os
 import sys
 from contextlib import nullcontext
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 import training
 from harness import on_ranks, values
 from torch.distributed.checkpoint import filesystem
-from training import built, plain_gpt, plain_training, run_training, tiny
+from training import built, plain_training, run_training, tiny
 
-import fsdp
-import ranks
 import saves
 import test_fsdp
-from data.loader import open_batches
 from optimizer import LossScaler
-
-CUDA = torch.device("cuda", 0)
-
 
 # ---------- training ------------------------------------------------------------
 
@@ -110,7 +104,7 @@ def test_cuda_float16_overflow_on_one_rank_skips_the_step_on_both(trained):
     assert zero["moved"] == zero["unmoved"] == []
 
 
-# ---------- parts, on any machine ---------------------------------------------
+# ---------- on any machine ------------------------------------------------------
 
 
 def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
@@ -127,22 +121,3 @@ def test_cuda_is_not_used_by_the_thread_that_writes_a_checkpoint(tmp):
         saver.finish()
     assert (on_gpu.call_count, serial.call_count) == (0, 1)
     assert "step-000000001" in os.listdir(run.cfg.out_dir)
-
-
-def test_cuda_copies_of_offloaded_units_are_pinned():
-    """Or they would wait for the GPU."""
-    gpt, mesh = plain_gpt(), MagicMock(device_type="cuda")
-    with (patch.object(fsdp, "fully_shard", side_effect=InterruptedError) as first,
-          pytest.raises(InterruptedError)):
-        fsdp.shard(gpt, gpt.blocks, mesh, cpu_offload=1.0)
-    assert first.call_args.kwargs["offload_policy"].pin_memory
-
-
-def test_cuda_batches_are_pinned_before_they_are_copied(tmp):
-    """Or the copy would wait for the GPU; non_blocking only where memory is pinned."""
-    batches = open_batches(tiny(tmp), ranks.World(device=CUDA))
-    x = MagicMock()
-    batches.ready(x, x)
-    pinned = x.pin_memory.return_value
-    pinned.to.assert_called_with(CUDA, non_blocking=pinned.is_pinned.return_value)
-    assert not x.to.called
