@@ -92,15 +92,6 @@ def test_optimizer_loss_scaler_is_pytorchs(monkeypatch):
     assert scaler.state_dict() == {key: state[key] for key in ("scale", "_growth_tracker")}
 
 
-def test_optimizer_resumed_takes_this_runs_weight_decay(tmp):
-    """The checkpoint's, and AdamW's own default, are others."""
-    for max_iters, decay in ((1, 0.1), (2, 0.5)):
-        run = dict(max_iters=max_iters, weight_decay=decay, init_from="auto", eval_interval=1)
-        run_training(tmp, "decays-more", **run)
-    groups = read_ckpt(f"{tmp}/decays-more")["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
-
-
 # -----------------------------------------------------------------------------
 # an optimizer of one's own
 
