@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import plain_gpt
@@ -132,28 +131,3 @@ def test_activations_all_blocks_that_train_are_checkpointed_and_no_frozen_prefix
     idx = torch.arange(32).view(2, 16)
     gpt(idx, idx)[1].backward()
     assert ran == {0: 1, 1: 2, 2: 2}
-
-
-class Block(nn.Module):
-    """It keeps what checkpoint() calls by the same names, and has a convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(8, 8, 1)
-
-    def forward(self, x, **kwargs):
-        return self.conv(x).exp() * sum(kwargs.values())
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_activations_keywords_reach_the_block_and_convolutions_are_kept(mode):
-    block = Block()
-    keywords = dict(scale=1, debug=2, early_stop=4, preserve_rng_state=8, context_fn=16)
-    x = torch.randn(1, 8, 4, requires_grad=True)
-    expected = block(x, **keywords)
-    activations.checkpoint_activations([block], mode)
-    with Listen() as ran:
-        y = block(x, **keywords)
-        y.sum().backward()
-    assert torch.equal(y, expected)
-    assert ran[torch.ops.aten.convolution] == (1 if mode == "selective" else 2)
