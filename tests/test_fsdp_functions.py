@@ -139,20 +139,6 @@ def test_units_are_blocks_and_a_large_embedding_that_is_not_tied(vocab_size, tie
     assert fsdp.find_units(gpt, gpt.blocks) == fsdp.find_units(gpt, twice) == expected
 
 
-def test_units_ahead_are_in_the_order_of_their_forward():
-    """Outer before inner, where units nest: find_units has them the other way round."""
-    gpt, asked = plain_gpt(), {}
-    units = [m for block in gpt.blocks[:2] for m in (block.mlp.c_fc, block.mlp, block)]
-    for unit in units:
-        unit.set_modules_to_forward_prefetch = partial(asked.setdefault, (unit, "forward"))
-        unit.set_modules_to_backward_prefetch = partial(asked.setdefault, (unit, "backward"))
-    fsdp.prefetch(gpt, units, 2)
-    ordered = [m for block in gpt.blocks[:2] for m in (block, block.mlp, block.mlp.c_fc)]
-    for i, unit in enumerate(ordered):
-        assert asked[unit, "forward"] == ordered[i + 1:i + 3]
-        assert asked[unit, "backward"] == ordered[max(0, i - 2):i][::-1]
-
-
 def test_mesh_shares_a_copy_among_neighbours():
     """hybrid_shard: rank 5 of 8 shares a copy with rank 4, and the others have copies."""
     dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
@@ -235,20 +221,6 @@ def case_buffers_values_and_marks_are_kept():
         for name, p in model.named_parameters():
             assert len(p.to_local()) == len(p) // 2
             assert getattr(p, "_no_weight_decay", False) == name.endswith("bias")
-
-
-def case_the_last_dimension_of_any_mesh_shards():
-    for names in (None, ("dp",)):
-        model = Net()
-        whole = model.head.weight.detach().clone()
-        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=names)
-        fsdp.shard(model, model.blocks, mesh)
-        backward(model)
-        assert fsdp.clip_grad_norm(model, 1.0) > 0
-        out = fsdp.gather_full(model.head.weight)
-        assert out is None if dist.get_rank() else torch.equal(out, whole)
-        fsdp.write_full(model.head.weight, 2 * whole)
-        assert torch.equal(model.head.weight.full_tensor(), 2 * whole)
 
 
 def case_a_value_of_another_shape():
