@@ -124,12 +124,6 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, after, said):
         assert said in found and "\n" not in found
 
 
-def test_a_row_without_the_column_is_named(tmp_path):
-    content = '{"text": "a"}\n{"text": {"b": 1, "b": 2}}\n'
-    line = refused(texts, tmp_path / "a.jsonl", content)
-    assert line.startswith(f"{tmp_path}/a.jsonl: row 2: no text in column text")
-
-
 def test_a_limit_reads_no_further(tmp_path):
     """Rows without text do not count, and what follows may be broken."""
     content = '{"text": "a"}\n{"text": null}\n{"text": "b"}\n{'
