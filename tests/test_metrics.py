@@ -113,17 +113,6 @@ def test_metrics_mfu_is_relative_to_all_ranks_peaks(tmp, tmp_path, monkeypatch, 
     assert [(row["grad_norm"], row["own"]) for row in rows] == [(1.0, 0.25), (None, 0.25)]
 
 
-def test_metrics_a_pause_begins_when_the_gpu_has_done_its_steps(tmp, tmp_path, monkeypatch):
-    """The host is ahead of it: steps take 60 s, and the evaluation 40."""
-    now = [0.0]
-    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
-    log = metrics.Log(tiny(tmp), World(device=torch.device("cuda", 0)), str(tmp_path), "id", 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: now.__setitem__(0, 60.0))
-    with log.paused():
-        now[0] = 100.0
-    assert now[0] - log.since == 60.0
-
-
 def test_metrics_wandb(tmp, tmp_path, monkeypatch):
     """wandb's run has our run's id; a resumed run goes on in it; rank 0 alone logs."""
     wandb = MagicMock()

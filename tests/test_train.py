@@ -13,7 +13,6 @@ import re
 import signal
 import threading
 from dataclasses import asdict
-from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -291,20 +290,6 @@ def test_step_fetches_the_next_micro_batch_while_the_gpu_works(tmp, monkeypatch)
     monkeypatch.setattr(torch.Tensor, "backward", told(torch.Tensor.backward))
     steps(run)
     assert events == 2 * ["get", "backward", "prefetch_next"]
-
-
-def test_loop_keeps_no_map_of_the_checkpoint(tmp, monkeypatch):
-    """A file that is replaced takes space while it is mapped."""
-    run_training(tmp, "mapped", max_iters=1)
-    mapped, step = [], train.train_step
-
-    def look(*args):
-        mapped.append("mapped/ckpt.pt" in Path("/proc/self/maps").read_text())
-        return step(*args)
-
-    monkeypatch.setattr(train, "train_step", look)
-    run_training(tmp, "mapped", max_iters=2, init_from="resume")
-    assert mapped == [False]
 
 
 def test_loop_without_checkpoints_saves_nothing(tmp):
