@@ -235,7 +235,7 @@ def case_a_unit_that_changes_what_it_is_given():
     model(inputs(0), given)
     assert given == [[]]  # nothing is said, and the change is lost
     with says("the root changed a list"), check_units(model):
-        model(inputs(0), [[]] * dist.get_rank())  # on rank 1 alone, and both say it
+        model(inputs(0), given=[[]] * dist.get_rank())  # on rank 1 alone, and both say it
     with check_units(model):
         model(inputs(0), []).sum().backward()
 
