@@ -37,15 +37,11 @@ ADDED = {  # a part of commands: flags; the first that fits
     "shakespeare_char.py": f"{STEPS.format(3)} --dataset=python_stdlib",
     "train.py": STEPS.format(3)}
 
-# A block, and what is shown right under it; or a row of plan.md, whose table is for extras.plan.
-BLOCK = re.compile(
-    r"^```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```)?|^\| `(extras/config/.*?)`", re.M | re.S)
+# A block, and what is shown right under it.
+BLOCK = re.compile(r"^```sh\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.M | re.S)
 PAGES = [HERE / "README.md", *sorted(HERE.glob("docs/*.md"))]
 PAGES += sorted(HERE.glob("extras/docs/*.md"))
-BLOCKS = [
-    (page, block or f"python -m extras.plan {row}", shown)
-    for page in PAGES for block, shown, row in BLOCK.findall(page.read_text())
-    if block or page.name == "plan.md"]
+BLOCKS = [(page, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
 
 
 @pytest.fixture(scope="module")
