@@ -19,7 +19,7 @@ DELETED = ("extras", "tests/upstream")  # maybe
 # Keys and values that only files in extras/ know.
 OPTIONS = r"cuda_graph|model=llama|optimizer=muon|\+lora\b|\+float8\b"
 # Files that a page has its reader write, other programs', and those of DELETED.
-UNKNOWN = "NAME.py OTHER.py mine.py rotary.py zloss.py nadam.py zero_to_fp32.py".split()
+UNKNOWN = "NAME.py OTHER.py mine.py rotary.py nadam.py zero_to_fp32.py".split()
 UNKNOWN += ["recorded.py", "test_commands.py"]
 # Flags of other programs.
 FOREIGN = "nodes time output signal dependency tee".split()

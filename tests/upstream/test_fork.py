@@ -28,7 +28,7 @@ def shown(name):
     return block
 
 
-FILES = {"rotary": "RotaryAttention", "zloss": "logsumexp", "nadam": "NAdam"}  # name: what is in it
+FILES = {"rotary": "RotaryAttention", "nadam": "NAdam"}  # name: what is in it
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,12 @@ def walked(tmp_path_factory):
     return copy
 
 
-def test_fork_models_of_the_walk_keep_the_contract(tmp, models):
-    losses = {run_training(tmp, "gpt2", max_iters=1)[0]["loss"]}
-    for name in ("rotary", "zloss"):
-        (models / f"{name}.py").write_text(shown(FILES[name]))
-        contract.assert_kept(tmp, name)
-        losses.add(run_training(tmp, name, model=name, max_iters=1)[0]["loss"])
-    assert len(losses) == 3  # positions matter, and so does the normalizer
+def test_fork_the_walks_model_keeps_the_contract(tmp, models):
+    (models / "rotary.py").write_text(shown(FILES["rotary"]))
+    contract.assert_kept(tmp, "rotary")
+    learned = run_training(tmp, "gpt2", max_iters=1)[0]["loss"]
+    turned = run_training(tmp, "rotary", model="rotary", max_iters=1)[0]["loss"]
+    assert turned != learned  # positions matter
     assert metrics.flops_per_token(train.meta_model(tiny(tmp, model="rotary")), World()) > 0
 
 
