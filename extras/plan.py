@@ -69,7 +69,7 @@ def plan(cfg, world, machine, flops_per_token=0):
         rest = dict(zip(KINDS, timeline[0]))
         host += on_host[0] + rest["parameters"] + rest["optimizer"]
 
-    row = dict(zip(KINDS, timeline[top]), held=held, events=events)
+    row = dict(zip(KINDS, timeline[top]))
     row["strategy"] = cfg.strategy
     row["peak"] = held[top]
     row["valley"] = held[-1]
@@ -99,9 +99,8 @@ def seconds(events, flops, machine):
     times, and what nothing hides."""
     compute = flops / (PEAK_FLOPS[machine.gpu.name] * machine.mfu)
     sending = alone = 0
-    sends = [event for event in events if event.size]
-    passes = [event for event in sends if "::" in event.label]  # FSDP2's and DDP's
-    for event in sends:
+    passes = [event for event in events if "::" in event.label]  # FSDP2's and DDP's
+    for event in events:
         one = event.sent() / rate(event, machine)
         sending += event.times * one
         # Nothing runs beside the first gather, the last reduction, and what the update sends.
@@ -168,7 +167,6 @@ def parse(argv):
     add("--gpus_per_node", type=int, default=8, help="GPUs that share host memory and NVLink")
     add("--gpu_memory", type=float, help="GiB per GPU (--gpu's, else 80)")
     add("--host_memory", type=float, default=math.inf, help="GiB per node")
-    add("--events", action="store_true", help="list what is gathered, freed, reduced, and when")
     add("--gpu", choices=GPUS,
         help="adds times; for another take the nearest, with its own --gpu_memory, --mfu, --link")
     add("--mfu", type=float, help="the share of its peak that a step's FLOPs reach (0.3 to 0.5)")
@@ -222,8 +220,6 @@ def print_table(cfg, size, machine):
         cells += [form.format(row[key]) for key, form in timed.items()]
         print_line(row["strategy"], cells, row["fits"])
         rows.append(row)
-    for row in rows if machine.events else []:
-        print_events(row, unit, name)
 
     # The simplest is first.
     fitting = [row for answer in FITS for row in rows if row["fits"] == answer]
@@ -241,19 +237,6 @@ def print_table(cfg, size, machine):
 def print_line(head, cells, fits):
     columns = "".join(f" {cell:>11s}" for cell in cells)
     print(f"{head:13s}{columns}  {fits}", flush=True)
-
-
-def print_events(row, unit, name):
-    """Bytes that each event sends, and that the device holds after it."""
-    title = f"{row['strategy']}, a step of rank 0, in {name}"
-    print(f"\n{title:62s}{'sent':>8s}{'held':>12s}")
-    for event in row["events"]:
-        what = event.what.replace("_", "-")
-        if event.times > 1:
-            what += f" x {event.times}"
-        sent = f"{event.sent() / unit:,.2f}" if event.size else ""
-        held = row["held"][event.row] / unit
-        print(f"  {what:14s}  {event.label:44s}{sent:>8s}{held:12,.2f}")
 
 
 def print_times(row, size, machine):

@@ -8,7 +8,6 @@ FSDP2 tells PyTorch's profiler what it does and for which unit, such as
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, finalize
@@ -40,7 +39,7 @@ def rehearse(cfg, world):
     """A training step of rank 0:
 
     timeline  bytes of each of KINDS before the step and after every change: (1 + changes, kinds)
-    events    [Event]: collectives and frees, in order
+    events    [Event]: collectives, in order
     """
     # Three micro-batches take the memory and the traffic of any number: the first gathers the
     # root, the last reduces, and the second stands for all others. Without FSDP2 there is no root.
@@ -122,14 +121,14 @@ COLLECTIVES = {
 
 @dataclass
 class Event:
-    """A collective, or a unit that is freed. size: bytes of the collective's whole buffer."""
-    what: str  # all_gather, reduce_scatter, all_reduce, all_to_all or free
+    """A collective. size: bytes of its whole buffer."""
+    what: str  # all_gather, reduce_scatter, all_reduce or all_to_all
     label: str  # FSDP2's, with the name of the unit unless it is the root
     row: int  # of the timeline, just after it
     micro_batch: int  # from 1; the update's are of the last
-    size: int = 0
-    ranks: int = 1  # in the group
-    stride: int = 1  # from one of these ranks to the next
+    size: int
+    ranks: int  # in the group
+    stride: int  # from one of these ranks to the next
     times: int = 1  # in the step: a rehearsed micro-batch may stand for several
 
     def sent(self):
@@ -173,20 +172,11 @@ class Ledger(TorchDispatchMode):
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group]))
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             size = sum(t.nbytes for t in tree_leaves(args[buffer]))
-            self.event(what, size=size, ranks=len(ranks), stride=stride)
+            row = len(self.changes) - self.start
+            label = self.labels[-1]
+            self.events.append(
+                Event(what, label, row, self.micro_batch, size, len(ranks), stride))
         return out
-
-    def event(self, what, **collective):
-        row = len(self.changes) - self.start
-        new = Event(what, self.labels[-1], row, self.micro_batch, **collective)
-        last = self.events[-1] if self.events else None
-        # A unit is freed, and in our DDP reduced, tensor by tensor.
-        goes_on = last and replace(last, row=row, size=new.size) == new
-        if goes_on and what in ("free", "all_reduce"):
-            last.row = row
-            last.size += new.size
-        else:
-            self.events.append(new)
 
     def label(self, kind, tensors):
         """Note the kind of the tensors in a pytree."""
@@ -241,8 +231,6 @@ def stand_ins(fake, ledger):
     def noted_resize(storage, size):  # FSDP2's way to allocate and free what it gathers
         resize(storage, size)
         ledger.note(storage, "gathered")
-        if size == 0:
-            ledger.event("free")
 
     def noted_fully_shard(module, offload_policy, **options):
         is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
@@ -282,25 +270,22 @@ def stand_ins(fake, ledger):
 
 class OneByOne(torch.nn.Module):
     """In place of DDP, whose reducer is C++ and needs real memory: it reduces each gradient by
-    itself, which holds and sends as many bytes as buckets do. It has labels as FSDP2 has."""
+    itself, which holds and sends as many bytes as buckets do. It has a label as FSDP2 has."""
 
     def __init__(self, module, **options):
         super().__init__()
         self.module = module
         self.require_backward_grad_sync = True  # fsdp.set_grad_sync sets it
-        units = dict.fromkeys(module.parameters(), "root")
-        for i, block in enumerate(module.blocks):
-            units.update(dict.fromkeys(block.parameters(), f"block {i}"))
-        for p, unit in units.items():
+        for p in module.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(partial(self.reduce, unit))
+                p.register_post_accumulate_grad_hook(self.reduce)
 
     def forward(self, *args):
         return self.module(*args)
 
-    def reduce(self, unit, p):
+    def reduce(self, p):
         if self.require_backward_grad_sync:
-            with record_function(f"DDP::all_reduce ({unit})"):
+            with record_function("DDP::all_reduce"):
                 dist.all_reduce(p.grad)
 
 

@@ -7,7 +7,6 @@ The closed formulas are those of formulas.py, which test_fsdp.py compares with r
 """
 
 import math
-import re
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -117,8 +116,7 @@ def test_plan_peak_and_collectives_are_a_real_steps(size, argv):
     timeline, events = rehearse(cfg, world)
     planned = Counter()
     for event in events:
-        if event.size:
-            planned[event.what] += event.times
+        planned[event.what] += event.times
 
     x = torch.zeros(cfg.batch_size, cfg.sizes.block_size, dtype=torch.int64)
     batches = SimpleNamespace(get=lambda step, micro: (x, x, 1.0),
@@ -152,21 +150,6 @@ def test_plan_host_memory_is_what_is_offloaded_and_what_a_sharded_save_copies():
 
 
 # ---------- what a step sends ----------
-
-
-def test_plan_events_are_fsdp2s_in_order():
-    """The root is gathered first and freed last; backward gathers a block ahead of the one that it
-    is at. Labels name the units."""
-    _, events = rehearse(*placed(8, "--n_layer=2", "--vocab_size=100"))
-    units = [re.sub(r".*?(\d?)\)?$", r"\1", event.label) or "root" for event in events]
-    listed = [f"{event.what} {unit}" for event, unit in zip(events, units)]
-    assert listed == [
-        "all_gather root", "all_gather 0", "free 0", "all_gather 1", "free 1",
-        "all_gather 1", "all_gather 0", "free 1", "reduce_scatter 1", "free 0", "reduce_scatter 0",
-        "free root", "reduce_scatter root", "all_reduce root"]
-    assert [event.label for event in events[:2]] == [
-        "FSDP::all_gather", "FSDP::all_gather (transformer.h.0)"]
-    assert events[-1].label == ""  # clipping
 
 
 TINY = ["--n_layer=3", "--n_head=3", "--n_embd=30", "--block_size=16", "--batch_size=1",
@@ -206,8 +189,7 @@ def test_plan_rehearsed_collectives_are_the_closed_formula(name, more):
     _, events = rehearse(cfg, world)
     collectives = Counter()
     for e in events:
-        if e.size:
-            collectives[e.what, e.ranks] += e.times * e.size
+        collectives[e.what, e.ranks] += e.times * e.size
     assert collectives == formulas.traffic(train.meta_model(cfg), cfg, world)
 
 
@@ -245,15 +227,9 @@ SHALLOW = "--world_size=8", "--n_layer=4", "--block_size=512", "--n_head=16", "-
     (["--n_layer=2"], 80, "single"), (SHALLOW, 18, "ddp"), (SHALLOW, 12.2, "shard_grad_op"),
     (SHALLOW, 2, "")])
 def test_plan_takes_the_simplest_strategy_that_fits(capsys, argv, gpu_memory, taken):
-    plan.main([*argv, f"--gpu_memory={gpu_memory}", "--events"])
-    table, *_, events = capsys.readouterr().out.split("\n\n")
-    last = events.splitlines()[-1]
+    plan.main([*argv, f"--gpu_memory={gpu_memory}"])
+    last = capsys.readouterr().out.splitlines()[-1]
     assert (f"take --strategy={taken}, " if taken else "--loss_chunks=8") in last
-    # What the last strategy's events send is what its row says; numbers are rounded.
-    sent = re.findall(r"^  [a-z-]+(?: x (\d+))? .* ([\d.,]+) +[\d.,]+$", events, re.M)
-    total = sum(int(times or 1) * float(size.replace(",", "")) for times, size in sent)
-    said = float(table.split()[-2].replace(",", ""))
-    assert total == pytest.approx(said, rel=0.02, abs=0.05) and "FSDP::post_" in events
 
 
 # ---------- times ----------
@@ -268,7 +244,7 @@ A_SECOND = 0.5 * 989e12  # FLOPs
 def test_timing_of_a_step_is_a_sum_by_hand(link, flops, expected):
     """The first gather, the last reduction and clipping's all-reduce stand alone."""
     second = 360e9  # bytes of a whole buffer
-    events = [Event(what, label, 0, 1, second, ranks=8, times=times) for what, label, times in (
+    events = [Event(what, label, 0, 1, second, 8, 1, times) for what, label, times in (
         ("all_gather", "FSDP::", 1), ("all_gather", "FSDP::", 3),
         ("reduce_scatter", "FSDP::", 1), ("all_reduce", "", 1))]
     machine = SimpleNamespace(**{**vars(H100), "link": link})
