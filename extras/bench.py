@@ -5,7 +5,7 @@ Measure time, memory and the slowest operations of train.py's model, optimizer a
     python -m extras.bench config/quickstart.py \
         --variants='batch_size=8;batch_size=32,block_size=64'
     torchrun --standalone --nproc_per_node=2 -m extras.bench config/quickstart.py \
-        --strategies=ddp,shard_grad_op,full_shard
+        --variants='strategy=ddp;strategy=shard_grad_op;strategy=full_shard'
 
 All of train.py's config files and --key=value flags work. Variants take turns, step by step:
 machines are noisy, so compare ratios within a run. Each is compiled for its own sizes, as in
@@ -15,7 +15,7 @@ training. Memory is the whole process's: to measure one variant's, run it alone.
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from itertools import count, islice, product
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -35,14 +35,10 @@ from train import build, maybe_recorded, meta_model, train_step
 
 def main(argv):
     own, rest = parse(argv)
-    # Every combination of a variant and a strategy, and a name that tells it from the others.
     names, configs = [], []
-    for settings, strategy in product(own.variants.split(";"), own.strategies.split(",")):
-        keys = [key.strip() for key in settings.split(",") if key]
-        if strategy:
-            keys.append(f"strategy={strategy}")
-        flags = [f"--{key}" for key in keys]
-        names.append(" ".join(keys) or "config")
+    for settings in own.variants.split(";"):
+        flags = [f"--{key.strip()}" for key in settings.split(",") if key]
+        names.append(settings.strip() or "config")
         configs.append(load_config(rest + flags))
 
     # All ranks. Resolve all variants first: a mistake in the last one then shows at once.
@@ -76,8 +72,6 @@ def parse(argv):
         help="measured steps per variant (%(default)s)")
     add("--variants", default="", metavar="K=V,K=V;K=V",
         help="settings to compare")
-    add("--strategies", default="", metavar="A,B",
-        help="run each variant with each of these")
     add("--profile", nargs="?", const="profile", metavar="DIR", type=os.path.expanduser,
         help="at the end, trace 3 steps of each variant on every rank into DIR (%(const)s), "
              "and print the slowest operations")
