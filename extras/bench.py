@@ -146,19 +146,12 @@ def profile(name, steps, directory, world):
     """Trace 3 steps on every rank, and print rank 0's slowest operations (all ranks)."""
     file_name = f"trace-{name}-{world.rank}".replace(" ", "_").replace("/", "_")
     path = os.path.join(directory, file_name)
-    on_gpu = world.device.type == "cuda"
-    if on_gpu:
-        # Private, but nothing public writes what https://pytorch.org/memory_viz reads.
-        # Not with C++ frames, which would slow down the steps that are traced.
-        torch.cuda.memory._record_memory_history(clear_history=True, stacks="python")
     with torch.profiler.profile() as profiler:
         for _ in islice(steps, 3):
             pass
     profiler.export_chrome_trace(f"{path}.json")
-    sort_by = "self_cpu_time_total"
-    if on_gpu:
-        torch.cuda.memory._dump_snapshot(f"{path}.pickle")
-        sort_by = "self_device_time_total"
+    on_gpu = world.device.type == "cuda"
+    sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     averages = profiler.key_averages()
     slowest = averages.table(sort_by, row_limit=15, max_name_column_width=40)
     print0(world, f"\n{name}: 3 steps on rank 0\n{slowest}")
