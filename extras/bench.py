@@ -70,8 +70,7 @@ def parse(argv):
     add = parser.add_argument
     add("--steps", type=int, default=20,
         help="measured steps per variant (%(default)s)")
-    add("--variants", default="", metavar="K=V,K=V;K=V",
-        help="settings to compare")
+    add("--variants", default="", metavar="K=V,K=V;K=V", help="settings to compare")
     add("--profile", nargs="?", const="profile", metavar="DIR", type=os.path.expanduser,
         help="at the end, trace 3 steps of each variant on every rank into DIR (%(const)s), "
              "and print the slowest operations")
