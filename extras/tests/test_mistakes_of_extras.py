@@ -20,7 +20,7 @@ train.py TOY
   --init_from=no/such/dir | local directory
   --init_from=ODD/nothing | config.json
 extras/plan.py
-  --world_size=96 extras/config/gpt3_175b.py --shard_group_size=128 | must divide 96
+  --world_size=8 --shard_group_size=4 | hybrid_shard
   --world_size=8 --strategy=single | python train.py
   --gpu=bogus | A100
 data/prepare.py x --tokenizer=bytes --out=ODD/new
