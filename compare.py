@@ -140,8 +140,8 @@ class Compare:
         # All of b, since the sum of an output's rows may be much larger than their norm. NaN must
         # not come first: max would keep it.
         off = distance(a, b) / max(least, 1e-30, *map(abs, b))
-        # Nothing rounds a rate or a count, so the tolerance of bf16 is not theirs.
-        if kind.startswith("group") or kind == "state step":
+        # Nothing rounds a rate, a count or bytes, so the tolerance of bf16 is not theirs.
+        if kind.startswith("group") or kind in ("state step", "bytes"):
             return off, "" if off <= 1e-4 else f"{a[0]:g} instead of {b[0]:g}"
         wrong = f"off by {off:.1e}"
         if kind.startswith(("weight", "state")):
@@ -210,7 +210,9 @@ def parts_of(model, optimizer, loss, scale, outputs):
     parts = {}
     for i, group in enumerate(optimizer.param_groups):
         parts |= {f"group {i} {name}": ([x], None) for name, x in numbers_of(group)}
-    parts |= {f"weight {name}": part_of(p, name) for name, p in named.items()}
+    for name, p in named.items():
+        kind = "weight" if p.is_floating_point() else "bytes"  # of 4-bit weights: large numbers
+        parts[f"{kind} {name}"] = part_of(p, name)
     parts |= {f"buffer {name}": part_of(b, name) for name, b in model.named_buffers()}
     parts |= {f"output {name}": (part.tolist(), everyone) for name, part in outputs.items()}
     parts["loss"] = [torch.as_tensor(loss).item() / len(everyone)], everyone

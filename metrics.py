@@ -54,8 +54,7 @@ def ideal_seconds(model, cfg, world):
     peak = peak_flops(world.device)
     if not peak:
         return 0
-    flops = flops_per_token(model, world) * tokens_per_step(cfg)
-    return flops / (peak * world.size)
+    return flops_per_token(model, world) * tokens_per_step(cfg) / (peak * world.size)
 
 
 def tokens_per_step(cfg):
@@ -100,6 +99,7 @@ def describe(cfg, model, optimizer, batches, source, world):
     for group in optimizer.param_groups:
         kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", names[p]) for p in group["params"])
         yield f"weight_decay={group.get('weight_decay')}: {', '.join(kinds)}"
+    yield from getattr(model, "describe", list)()  # a model file may have lines of its own
     if cfg.freeze:
         # Names up to a block's number.
         parts = [re.sub(r"(\.\d+)\..*", r"\1", names[p]) for p in names if not p.requires_grad]

@@ -76,7 +76,7 @@ def meta_model(cfg):
     if cfg.freeze:
         freeze(model, cfg.freeze)
     for p in model.parameters():
-        if not p.requires_grad:
+        if not p.requires_grad and p.is_floating_point():
             p.data = p.data.to(DTYPES[cfg.frozen_dtype])
     return model
 

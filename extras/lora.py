@@ -5,6 +5,7 @@ linear layer of the blocks. The core sees a model whose checkpoints lack the bas
     python train.py CONFIG --model=llama+lora --base=BASE --lora_rank=16 --init_from=scratch
     python train.py extras/config/finetune_smollm2.py extras/config/lora.py    # for example
     python train.py CONFIG --model=llama+lora --init_from=resume
+    python train.py CONFIG --model=llama+lora --base=BASE --base_bits=4    # QLoRA: see nf4.py
     python sample.py --out_dir=out-smollm2    # the checkpoint names its base
 
     y = x weight.T + lora_alpha / lora_rank * x lora_A.T lora_B.T
@@ -21,13 +22,15 @@ import sys
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import start
-from configurator import model_file, with_sizes
+from configurator import STRATEGIES, model_file, with_sizes
+from extras import nf4
 from model import derive_seed
 from ranks import print0
 
@@ -38,6 +41,8 @@ class Keys:
     base: str = ""  # the frozen model: another run's out_dir, a hub name or a directory
     base_origin: str = ""  # set by the run: which step of which run the base was, or a CRC of its
     #   files
+    base_bits: Literal[0, 4] = 0  # 4: keep the blocks' linear layers of the base in 4 bits (QLoRA),
+    #   where their width is a multiple of 64; 0: in frozen_dtype
     lora_rank: int = 16
     lora_alpha: float = 32.0  # LoRA's output is scaled by lora_alpha / lora_rank
     lora_targets: str = ""  # regex of layers to adapt, e.g. 'q_proj|v_proj'; empty: all
@@ -65,16 +70,30 @@ def around(name):
             super().__init__(config)
             self.not_saved = [name for name, _ in self.named_parameters()]
             self.requires_grad_(False)
+            if config.base_bits:
+                nf4.convert(self.blocks.modules())
             adapt(self, config)
 
         def initial_value(self, name, shape, seed):
             if ".lora_" in name:
                 return initial_value(name, shape, seed)
+            if self.get_parameter(name).dtype == torch.uint8:
+                value = self.base_value(name, nf4.unpacked_shape(shape), seed)
+                return nf4.PackedRows(value, shape)
+            return self.base_value(name, shape, seed)
+
+        def base_value(self, name, shape, seed):
             if not self.config.base:  # extras/bench.py needs none; a run does, see open_base
                 return super().initial_value(name, shape, seed)
             if self.config.opened is None:
                 raise ValueError(f"base={self.config.base} is not open; --base= draws its values")
             return self.config.opened.value(f"model.{name}", shape, self.config)
+
+        def describe(self):
+            layers = sum(isinstance(module, nf4.Linear4) for module in self.modules())
+            size = sum(self.get_parameter(name).nbytes for name in self.not_saved)
+            yield (f"the base takes {size / 2**20:,.1f} MiB, with 4 bits in {layers} of its layers "
+                   "(a byte of these counts as a parameter)")
 
     return SimpleNamespace(
         ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
@@ -103,6 +122,11 @@ def open_base(name, cfg, world, resumed):
                       f"{now or 'something else'}", file=sys.stderr)
     cfg = with_sizes(
         cfg, cfg.model, source.header["model_args"], source.path, whole_context=False)
+    sharded = cfg.strategy in STRATEGIES and STRATEGIES[cfg.strategy].sharded  # sample.py has none
+    if cfg.sizes.base_bits and sharded and torch.__version__ < "2.12":
+        raise SystemExit(
+            f"base_bits=4: FSDP2 shards integers from torch 2.12 on, and this is "
+            f"{torch.__version__}; pass --strategy=ddp (now {cfg.strategy})")
     cfg.sizes.base_origin = before or now
     cfg.sizes.opened = source
     return cfg
@@ -112,9 +136,9 @@ def adapt(model, config):
     """Put LoRA's matrices beside the linear layers of a model on the meta device, in place."""
     for module in targets(model, config.lora_targets).values():
         # No wrapper: it would change the names of the base's parameters.
-        module.__class__ = LoRALinear
+        module.__class__ = LoRALinear if type(module) is nn.Linear else LoRALinear4
         module.lora_scale = config.lora_alpha / config.lora_rank
-        out, width = module.weight.shape
+        out, width = module.out_features, module.in_features
         device = module.weight.device
         module.lora_A = nn.Parameter(torch.empty(config.lora_rank, width, device=device))
         module.lora_B = nn.Parameter(torch.empty(out, config.lora_rank, device=device))
@@ -132,13 +156,18 @@ class LoRALinear(nn.Linear):
         return y + F.linear(small, self.lora_B.to(x.dtype))
 
 
+class LoRALinear4(LoRALinear, nf4.Linear4):
+    """Beside a weight of 4 bits: here LoRALinear's super() is Linear4."""
+
+
 def targets(model, pattern):
     """{name: module} of the blocks' linear layers in whose name the pattern is found.
     SystemExit if there is none."""
     inside = set(model.blocks.modules())
     layers = {}
     for name, module in model.named_modules():
-        if module in inside and type(module) is nn.Linear:  # a subclass has a forward of its own
+        # Another subclass has a forward of its own.
+        if module in inside and type(module) in (nn.Linear, nf4.Linear4):
             layers[name] = module
     hits = {name: layers[name] for name in layers if re.search(pattern, name)}
     if not hits:

@@ -117,6 +117,7 @@ def gathered(unit, cfg, g):
     for name, p in unit.items():
         eight = cfg.model.endswith("+float8") and ".h." in name and p.dim() == 2
         eight = eight and not any(n % 16 for n in p.shape)
+        eight = eight or p.dtype == torch.uint8  # a policy casts no integers
         size += padded(p, g) * g * (1 if eight else WIDTHS[cfg.dtype])
     return size
 

@@ -183,10 +183,11 @@ def test_rounding_that_grows_is_said(tmp):
         amplifying(path, 0.1234567 + 3e-8)
 
 
-def one_weight(path, gradients, lr=1e-9, is_compiled=False, **options):
-    """Steps of a weight of 1, which hardly moves."""
+def one_weight(path, gradients, lr=1e-9, is_compiled=False, first=1.0, **options):
+    """Steps of a weight of 1, which hardly moves, beside bytes, which are larger."""
     model = nn.Linear(1, 1, bias=False)
-    model.weight.data.fill_(1.0)
+    model.weight.data.fill_(first)
+    model.codes = nn.Parameter(torch.full((9999,), 200, dtype=torch.uint8), requires_grad=False)
     model = torch.compile(model, backend="eager") if is_compiled else model  # other names
     optimizer = torch.optim.SGD([dict(params=[model.weight], initial_lr=lr)], lr=lr)
     compared = compare.Compare(path, model, **options)
@@ -199,6 +200,12 @@ def test_gradients_that_jump_alone_are_said(tmp):
     one_weight(f"{tmp}/kink.json", {0: 1.0, 1: 1.0})
     with pytest.raises(ValueError, match="1.0002 times .*\n.*\n  only gradients: rounding"):
         one_weight(f"{tmp}/kink.json", {0: 1.0, 1: 1.0002}, is_compiled=True)
+
+
+def test_bytes_do_not_outweigh_weights(tmp):
+    one_weight(f"{tmp}/bytes.json", {0: 1.0})
+    with pytest.raises(ValueError, match="weight weight is 1.0100 times"):
+        one_weight(f"{tmp}/bytes.json", {0: 1.0}, first=1.01)
 
 
 def test_rates_are_the_same_whatever_the_tolerance(tmp):

@@ -106,6 +106,7 @@ class MemoryTracer(TorchDispatchMode):
 
 @pytest.mark.parametrize("size, argv", [
     (1, ["--strategy=single", "--dtype=float32"]), (1, ["--strategy=single", "--dtype=bfloat16"]),
+    (1, ["--strategy=single", "--dtype=bfloat16", "--model=gpt2+lora", "--base_bits=4"]),
     (8, ["--freeze=mlp", "--activation_checkpointing=selective"]),
     (8, ["--strategy=shard_grad_op", "--gradient_accumulation_steps=16"]),
     (16, [*HYBRID, "--gradient_accumulation_steps=32"]), (8, ["--optimizer=muon"])])
@@ -171,6 +172,8 @@ ON_SHARDED = [
     ["--reduce_dtype=bfloat16"],
     ["--wrap_min_params=2000"], ["--prefetch_blocks=2"], ["--cpu_offload=0.5"], ["--cpu_offload=1"],
     ["--model=llama", "--n_inner=50", "--n_kv_head=1", "--wrap_min_params=500"]]
+if torch.__version__ >= "2.12":  # before, FSDP2 refuses integers
+    ON_SHARDED.append(["--model=gpt2+lora", "--base_bits=4", "--n_embd=192"])
 SENT = [(name, more) for name in WAYS for more in ON_ALL + (name != "ddp") * ON_SHARDED]
 
 
