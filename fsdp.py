@@ -107,7 +107,7 @@ def shard(
     """FSDP2: every rank keeps its rows of every parameter, gradient and optimizer state.
     In place (all ranks).
 
-    model: in fp32 or float64; frozen parameters may be in bf16.
+    model: in fp32 or float64; frozen parameters may be in bf16, or integers (from torch 2.12 on).
         For parameters on the meta device, this allocates this rank's rows, as NaN (integers as 0).
         Others keep their values, which must be the same on every rank; each rank keeps its rows.
         Buffers are not sharded. They keep their values and move to the device; one on the meta

@@ -92,8 +92,10 @@ def around(name):
         def describe(self):
             layers = sum(isinstance(module, nf4.Linear4) for module in self.modules())
             size = sum(self.get_parameter(name).nbytes for name in self.not_saved)
-            yield (f"the base takes {size / 2**20:,.1f} MiB, with 4 bits in {layers} of its layers "
-                   "(a byte of these counts as a parameter)")
+            line = f"the base takes {size / 2**20:,.1f} MiB"
+            if layers:
+                line += f", with 4 bits in {layers} of its layers (whose bytes count as parameters)"
+            yield line
 
     return SimpleNamespace(
         ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
