@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import start
-from configurator import STRATEGIES, model_file, with_sizes
+from configurator import model_file, with_sizes
 from extras import nf4
 from model import derive_seed
 from ranks import print0
@@ -91,11 +91,8 @@ def around(name):
 
         def describe(self):
             layers = sum(isinstance(module, nf4.Linear4) for module in self.modules())
-            size = sum(self.get_parameter(name).nbytes for name in self.not_saved)
-            line = f"the base takes {size / 2**20:,.1f} MiB"
-            if layers:
-                line += f", with 4 bits in {layers} of its layers (whose bytes count as parameters)"
-            yield line
+            size = sum(self.get_parameter(name).nbytes for name in self.not_saved) / 2**20
+            yield f"the base takes {size:,.1f} MiB, with 4 bits in {layers} of its layers"
 
     return SimpleNamespace(
         ModelConfig=ModelConfig, Model=Model, open_base=partial(open_base, name))
@@ -124,8 +121,8 @@ def open_base(name, cfg, world, resumed):
                       f"{now or 'something else'}", file=sys.stderr)
     cfg = with_sizes(
         cfg, cfg.model, source.header["model_args"], source.path, whole_context=False)
-    sharded = cfg.strategy in STRATEGIES and STRATEGIES[cfg.strategy].sharded  # sample.py has none
-    if cfg.sizes.base_bits and sharded and torch.__version__ < "2.12":
+    whole = cfg.strategy in ("single", "ddp", "")  # "": an export
+    if cfg.sizes.base_bits and not whole and torch.__version__ < "2.12":
         raise SystemExit(
             f"base_bits=4: FSDP2 shards integers from torch 2.12 on, and this is "
             f"{torch.__version__}; pass --strategy=ddp (now {cfg.strategy})")

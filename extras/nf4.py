@@ -38,14 +38,13 @@ def pairs_on(device):
 
 
 def pack(weight):
-    """(rows, width) numbers -> (rows, width / 2 + width / 16) bytes."""
+    """(rows, width) numbers -> (rows, width / 2 + width / 16) bytes. BLOCK must divide width."""
     rows, width = weight.shape
     blocks = weight.float().reshape(rows, width // BLOCK, BLOCK)
     scales = blocks.abs().amax(dim=-1)  # (rows, width / BLOCK)
     ratios = blocks * (1 / scales.clamp(min=1e-38))[..., None]
-    middles = (LEVELS[1:] + LEVELS[:-1]) / 2
-    codes = torch.bucketize(ratios, middles, out_int32=True)
-    codes = codes.to(torch.uint8).view(rows, width)
+    middles = (LEVELS[1:] + LEVELS[:-1]).to(weight.device) / 2
+    codes = torch.bucketize(ratios, middles, out_int32=True).byte().view(rows, width)
     return torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=1)
 
 
@@ -96,11 +95,8 @@ class Linear4(nn.Linear):
 
 
 def convert(modules):
-    """Make plain linear layers Linear4, in place, if BLOCK divides their width. Their weights are
-    without values then."""
+    """Make Linear4 of the plain linear layers whose width BLOCK divides, in place."""
     for module in modules:
         if type(module) is nn.Linear and module.in_features % BLOCK == 0:
             module.__class__ = Linear4
-            out, width = module.weight.shape
-            packed = module.weight.new_empty(out, width // 2 + width // 16, dtype=torch.uint8)
-            module.weight = nn.Parameter(packed, requires_grad=False)
+            module.weight = nn.Parameter(pack(module.weight.detach()), requires_grad=False)
