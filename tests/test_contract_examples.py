@@ -27,24 +27,39 @@ def python_of(*path):
     return re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1] if ".md" in path[-1] else text
 
 
-FILES = {
-    "smallest": python_of("docs", "model_file.md"), "gpt": python_of("model.py"),
-    "masked": python_of("tests", "masked.py"), "hybrid": python_of("tests", "hybrid.py")}
+def changed(code, *changes):
+    """The code with the second text instead of the first, the fourth instead of the third, ..."""
+    for before, after in zip(changes[::2], changes[1::2]):
+        assert before in code
+        code = code.replace(before, after)
+    return code
 
 
-@pytest.mark.parametrize("name", ["smallest", "masked", "hybrid"])
+# What the smallest file has, where the others differ.
+STEP = "x = x + torch.tanh(block(x))"
+LOSS = "cross_entropy(logits, targets)"
+EMBEDDING = "        self.embedding = nn.Embedding(config.vocab_size, C)\n"
+HEAD = "        self.head = "
+BLOCK = """class Block(nn.Linear):
+    def forward(self, x, *, scale):
+        return (1 + scale) * nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+@dataclass"""
+
+FILES = {"smallest": python_of("docs", "model_file.md"), "gpt": python_of("model.py"),
+         "masked": python_of("tests", "masked.py")}
+# Its blocks have dropout and take a keyword; after each comes a module that never trains.
+FILES["unlike"] = changed(
+    FILES["smallest"], "@dataclass", BLOCK, "nn.Linear(C, C) for", "Block(C, C) for",
+    HEAD, f"        self.shared = Block(C, C).requires_grad_(False)\n{HEAD}",
+    STEP, "x = x + self.shared(torch.tanh(block(x, scale=x)), scale=x)")
+
+
+@pytest.mark.parametrize("name", ["smallest", "masked", "unlike"])
 def test_contract_holds_for_good_files(tmp, models, name):
     (models / f"{name}.py").write_text(FILES[name])
     contract.assert_kept(tmp, name)
-
-
-@pytest.mark.slow
-def test_contract_holds_for_a_hybrid_on_two_ranks(tmp, models):
-    """At 3 and 4 too if you pass --model=hybrid from its own copy."""
-    (models / "hybrid.py").write_text(FILES["hybrid"])
-    for mode, (world, _) in contract.MODES.items():
-        if world == 2:
-            contract.test_contract_modes(tmp, "hybrid", mode)
 
 
 def test_a_loss_of_several_terms_is_logged_term_by_term(tmp, models):
@@ -65,11 +80,6 @@ def test_a_loss_of_several_terms_is_logged_term_by_term(tmp, models):
         assert row["grad_norm"] == pytest.approx(one["grad_norm"])
 
 
-# What the smallest file has, where mistakes are put in.
-STEP = "x = x + torch.tanh(block(x))"
-LOSS = "cross_entropy(logits, targets)"
-EMBEDDING = "        self.embedding = nn.Embedding(config.vocab_size, C)\n"
-HEAD = "        self.head = "
 GRU = """class Block(nn.GRUCell):
     def forward(self, x):
         return super().forward(x.flatten(0, 1)).view_as(x)
@@ -127,11 +137,7 @@ MISTAKES = {  # name: (file, its check or build, what that says, what the file h
 @pytest.mark.parametrize("name", MISTAKES)
 def test_contract_names_the_mistake(tmp, models, name):
     file, check, said, *changes = MISTAKES[name]
-    code = FILES[file]
-    for before, after in zip(changes[::2], changes[1::2]):
-        assert before in code
-        code = code.replace(before, after)
-    (models / "mistaken.py").write_text(code)
+    (models / "mistaken.py").write_text(changed(FILES[file], *changes))
     with pytest.raises(Exception, match=said):
         if check in contract.BUILDS:
             contract.test_contract_of_each_build(tmp, "mistaken", check)

@@ -6,13 +6,13 @@ sample.py: text from any checkpoint.
 
 import math
 import os
-import shutil
 from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import HERE, refused
+from harness import refused
+from test_contract_examples import FILES
 from training import arguments, launch, make_data, plain_gpt, run_training
 
 import sample
@@ -20,10 +20,10 @@ import sample
 
 def test_sample_from_everything(tmp, models, capsys):
     """A sharded checkpoint of a model with keys of its own; a prompt from a flag, or a file."""
-    shutil.copy(os.path.join(HERE, "tests", "hybrid.py"), models)
+    (models / "smallest.py").write_text(FILES["smallest"])
     out = os.path.join(tmp, "sampled")
     make_data(str(models / "bytes"), vocab=256, tokenizer="bytes")
-    own = dict(model="hybrid", latent=10)
+    own = dict(model="smallest", width=10)
     launch(2, arguments(tmp, out, max_iters=2, checkpoint="sharded", dataset=models / "bytes",
                         **own))
     args = [f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=30", "--dtype=float32"]
