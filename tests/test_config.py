@@ -127,7 +127,7 @@ def test_config_help_of_another_model(other, capsys):
 
 
 @pytest.mark.parametrize("name", ["no_such_model", "json", "", "..", "/model", "data",
-                                  "tests/masked", "data.loader", "evil"])
+                                  "tests/nets", "data.loader", "evil"])
 def test_config_unknown_model_is_not_imported(tmp_path, monkeypatch, capsys, name):
     """Not from a package, not from what else Python finds."""
     monkeypatch.syspath_prepend(tmp_path)
