@@ -102,11 +102,6 @@ def test_rows_are_the_file_s(tmp_path, name, content, expected):
     assert texts(tmp_path / f"{name}.GZ".upper(), packed) == expected
 
 
-def test_what_a_value_says_is_no_template_and_no_pattern(tmp_path):
-    found = texts(tmp_path / "a.csv", "a,text\n{text},\\1\n", "{a} {text} {")
-    assert found == [r"{text} \1 {"]
-
-
 @pytest.mark.parametrize("name, content, after, said", [
     ("a.jsonl", '{"text": "a"}\n\n{"text": "b\n{"text": "c"}\n', 1, "control character"),
     ("a.jsonl", b'{"text": "a"}\n' * 9000 + b'{"text": "\xff"}\n', None, "utf-8"),
@@ -122,16 +117,6 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, after, said):
         found = refused(texts, path, written)
         assert found.startswith(f"{path}, after row {'' if after is None else after}")
         assert said in found and "\n" not in found
-
-
-def test_a_limit_reads_no_further(tmp_path):
-    """Rows without text do not count, and what follows may be broken."""
-    content = '{"text": "a"}\n{"text": null}\n{"text": "b"}\n{'
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    args = SimpleNamespace(source=[str(path)], subset=None)
-    found = documents(args, "train", lambda *row: render("{text}", *row) or None, limit=2)
-    assert [*found] == ["a", None, "b"]
 
 
 def test_parquet_keeps_its_types(tmp_path):

@@ -19,7 +19,6 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -50,7 +49,6 @@ def documents(n=300):
 
 
 ARGS = SimpleNamespace(tokenizer="bytes", template=None, column="text")
-JOB = prepare_py.Job(ARGS, encoder("bytes"))
 
 
 def prepared(sources, out, **options):
@@ -88,19 +86,10 @@ def test_prepare_splits_by_text_in_any_order_and_number_of_workers(tmp_path):
 
     train, val = parts_of(docs, workers=1)
     assert sorted(train + val) == sorted(d.encode() for d in docs)  # once, in one split
-    assert 0.1 < len(val) / len(docs) < 0.3
+    assert (len(val), val[0][:11]) == (74, b"document 3:")  # not by Python's hash, which changes
     assert parts_of(docs[::-1], workers=2) == [train[::-1], val[::-1]]
     for part, limited in zip((train, val), parts_of(docs, limit=200)):
         assert 0 < len(limited) < len(part) and part[:len(limited)] == limited
-
-
-def test_prepare_splits_as_it_did_in_earlier_processes_and_versions():
-    """By SHA-256, not by Python's hash, which each process seeds anew."""
-    docs = [f"document {i}" for i in range(20)]
-    chunk, = prepare_py.chunks([(0.3, docs)], JOB.key)
-    _, val = prepare_py.encode(chunk, JOB)
-    numbers = [int(text.split()[1]) for text in split_documents(np.frombuffer(val, np.uint16))]
-    assert numbers == [5, 6, 9, 11, 12, 14]
 
 
 @pytest.mark.parametrize("n, options", [
@@ -301,16 +290,9 @@ def test_files_are_renamed_when_they_are_on_the_disk_and_the_renames_are_synced_
     assert seen == [("a.tmp", "xy"), ("a.tmp", "a"), (tmp_path.name, None),
                     ("b.tmp", "z"), ("b.tmp", "b"), (tmp_path.name, None)]
     # Some shares cannot sync a directory (CIFS, WSL's DrvFs), and say so.
-    def cannot(fd, number=errno.EINVAL, is_directory=True):
-        if os.path.isdir(os.readlink(f"/proc/self/fd/{fd}")) == is_directory:
-            raise OSError(number, "Invalid argument")
-
-    with patch.object(os, "fsync", cannot):
+    invalid = OSError(errno.EINVAL, "Invalid argument")
+    with patch.object(os, "fsync", side_effect=[None, invalid]):
         write_files(tmp_path, {"b": [b"z"]})
-    with patch.object(os, "fsync", partial(cannot, number=errno.EIO)), pytest.raises(OSError):
-        write_files(tmp_path, {"b": [b"z"]})
-    with patch.object(os, "fsync", partial(cannot, is_directory=False)), pytest.raises(OSError):
-        files.sync(tmp_path / "b")
     # What fails leaves the old one, and no temporary file.
     with patch.object(os, "replace", side_effect=OSError), pytest.raises(OSError):
         write_files(tmp_path, {"a": [b"new"]})
@@ -423,10 +405,3 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
     while (left := [*filter(is_running, left)]) and time.time() < end:
         time.sleep(0.05)
     assert not left
-
-
-def test_prepare_writes_a_small_sets_vocabulary_before_its_tokens(tmp_path):
-    """After a kill in between, a run would take GPT-2's."""
-    with patch.object(prepare_py, "write_files") as write:
-        prepare_py.write_small(tmp_path / "x", [1], [2], vocab_size=3)
-    assert [*write.call_args.args[1]] == ["meta.json", "train.bin", "val.bin"]
