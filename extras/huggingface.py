@@ -18,7 +18,6 @@ import re
 import sys
 import zlib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -261,13 +260,13 @@ def open_adapter(path, safe_open):
     file = path / "adapter_model.safetensors"
     places = {}  # {our key: their key}
     shapes = {}  # {our key: shape}
-    layers = defaultdict(set)  # {their names within a block: numbers of the blocks}
+    layers = set()  # their names within a block
     with safe_open(file, "pt") as opened:
         for key in opened.keys():
-            found = re.search(r"\.(\d+)\.(.*)\.lora_[AB]\.weight$", key)
+            found = re.search(r"\.\d+\.(.*)\.lora_[AB]\.weight$", key)
             if not found:
                 raise ValueError(f"{key}: we adapt only linear layers of blocks")
-            layers[found[2]].add(int(found[1]))
+            layers.add(found[1])
             name = key.removeprefix("base_model.model.").removesuffix(".weight")
             places[f"model.{name}"] = key
             shapes[f"model.{name}"] = tuple(opened.get_slice(key).get_shape())
@@ -277,11 +276,6 @@ def open_adapter(path, safe_open):
 
     base = theirs["base_model_name_or_path"] or ""
     header = open_pretrained(base).header
-    for layer, blocks in layers.items():
-        if lacking := sorted({*range(header["model_args"]["n_layer"])} - blocks):
-            raise ValueError(
-                f"blocks {lacking} have no adapter of {layer}, and we adapt it in all blocks: "
-                "merge it into its base with peft's merge_and_unload()")
     header["model_args"].update(
         base=base,
         lora_rank=theirs["r"],

@@ -356,15 +356,3 @@ def test_lora_adapters_that_we_do_not_compute_are_refused(tmp_path, change, said
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     line = refused(huggingface.open_pretrained, str(tmp_path))
     assert said in line and str(tmp_path) in line
-
-
-def test_lora_adapters_of_some_blocks_only_are_refused(tmp_path):
-    """The line names the others."""
-    transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
-    from test_huggingface import make_hf
-    make_hf(tmp_path / "hf", "llama3")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    config = peft.LoraConfig(r=2, target_modules=["layers.1.self_attn.q_proj", "k_proj"])
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    line = refused(huggingface.open_pretrained, str(tmp_path))
-    assert "blocks [0] have no adapter of self_attn.q_proj" in line and "merge" in line
