@@ -7,8 +7,6 @@
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,19 +173,6 @@ def chats(i):
     turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": answer}]
              for answer in ANSWERS]
     return sum(turns[:1 + i % 3], [])
-
-
-@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
-def test_chats_of_alpacas_format(tmp_path):
-    """By the command of the page: without the input, if there is none."""
-    page = Path(HERE, "extras/docs/finetuning.md").read_text()
-    command = re.search(r"^jq .*?alpaca_data.json", page, re.M | re.S)[0]
-    rows = [dict(instruction="Do", input=one, output="Done") for one in ("this", "", None)]
-    (tmp_path / "alpaca_data.json").write_text(json.dumps(rows))
-    said = subprocess.check_output(command, shell=True, cwd=tmp_path).splitlines()
-    for line, told in zip(said, ("Do\n\nthis", "Do", "Do"), strict=True):
-        turns = [dict(role="user", content=told), dict(role="assistant", content="Done")]
-        assert json.loads(line) == {"messages": turns}
 
 
 def test_special_tokens_of_chats_are_transformers_and_only_answers_are_learned(
