@@ -194,11 +194,6 @@ def test_cuda_recording_that_no_longer_fits_the_call_is_not_replayed():
     assert all("no longer fits" in line for line in found.values()), found
 
 
-def test_recorded_does_nothing_where_there_is_no_gpu(tmp):
-    assert not resolve(tiny(tmp, cuda_graph=True), World()).cuda_graph
-    assert resolve(tiny(tmp, cuda_graph=True), World(device=torch.device("cuda"))).cuda_graph
-
-
 @pytest.mark.parametrize("keys", [
     dict(cpu_offload=0.5), dict(activation_offload=True, activation_checkpointing="full")])
 def test_recorded_what_waits_for_the_host_is_refused(tmp, keys):
