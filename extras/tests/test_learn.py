@@ -129,11 +129,6 @@ def test_masks_are_split_sharded_and_go_on_after_a_kill_with_their_tokens(tmp_pa
     plain = [one for one in argv if "learn" not in str(one) and "window" not in str(one)]
     assert "learn" in refused(run_prepare, plain)
 
-    run_prepare(argv, masks.main)  # it is done, and says so
-    for path in out.glob("*.mask"):
-        path.unlink()
-    assert ".mask: it is missing" in refused(run_prepare, argv, masks.main)
-
 
 def test_few_windows_are_cut_at_a_window(tmp_path, capsys):
     """Where val gets the end of the tokens; and without --learn all but the padding counts."""
