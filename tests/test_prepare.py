@@ -405,3 +405,10 @@ def test_prepare_goes_on_after_a_kill_or_a_full_disk_to_the_same_bytes(tmp_path,
     while (left := [*filter(is_running, left)]) and time.time() < end:
         time.sleep(0.05)
     assert not left
+
+
+def test_prepare_writes_a_small_sets_vocabulary_before_its_tokens(tmp_path):
+    """After a kill in between, a run would take GPT-2's."""
+    with patch.object(prepare_py, "write_files") as write:
+        prepare_py.write_small(tmp_path / "x", [1], [2], vocab_size=3)
+    assert [*write.call_args.args[1]] == ["meta.json", "train.bin", "val.bin"]
