@@ -23,10 +23,8 @@ LEVELS = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0])
+    0.7229568362236023, 1.0], device="cpu")
 PAIRS = torch.cartesian_prod(LEVELS, LEVELS)  # of each byte, (256, 2)
-
-
 PAIRS_ON = {}  # {device: PAIRS there}
 
 
@@ -42,7 +40,7 @@ def pack(weight):
     rows, width = weight.shape
     blocks = weight.float().reshape(rows, width // BLOCK, BLOCK)
     scales = blocks.abs().amax(dim=-1)  # (rows, width / BLOCK)
-    ratios = blocks * (1 / scales.clamp(min=1e-38))[..., None]
+    ratios = blocks * (1 / scales.clamp(min=1e-38))[..., None]  # rounds as bitsandbytes does
     middles = (LEVELS[1:] + LEVELS[:-1]).to(weight.device) / 2
     codes = torch.bucketize(ratios, middles, out_int32=True).byte().view(rows, width)
     return torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], dim=1)
