@@ -394,7 +394,7 @@ def merged(source):
     cfg = make_config({"model": config["model"], **sizes})
     base = with_base(cfg, World(), resumed=True).sizes.opened
     scale = sizes["lora_alpha"] / sizes["lora_rank"]
-    if sizes["base_bits"]:
+    if cfg.sizes.base_bits:
         print("adding to the base as it was, not to its 4 bits: the loss may differ a little")
 
     def get(key):

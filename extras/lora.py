@@ -68,10 +68,10 @@ def around(name):
     class Model(inner.Model):
         def __init__(self, config):
             super().__init__(config)
-            self.not_saved = [name for name, _ in self.named_parameters()]
             self.requires_grad_(False)
             if config.base_bits:
                 nf4.convert(self.blocks.modules())
+            self.not_saved = [name for name, _ in self.named_parameters()]
             adapt(self, config)
 
         def initial_value(self, name, shape, seed):

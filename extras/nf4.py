@@ -38,7 +38,8 @@ def pairs_on(device):
 def pack(weight):
     """(rows, width) numbers -> (rows, width / 2 + width / 16) bytes. BLOCK must divide width."""
     rows, width = weight.shape
-    blocks = weight.float().reshape(rows, width // BLOCK, BLOCK)
+    # GPT-2's from the hub is transposed: bucketize would warn, and take longer.
+    blocks = weight.float().contiguous().view(rows, width // BLOCK, BLOCK)
     scales = blocks.abs().amax(dim=-1)  # (rows, width / BLOCK)
     ratios = blocks * (1 / scales.clamp(min=1e-38))[..., None]  # rounds as bitsandbytes does
     middles = (LEVELS[1:] + LEVELS[:-1]).to(weight.device) / 2
