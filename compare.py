@@ -211,7 +211,8 @@ def parts_of(model, optimizer, loss, scale, outputs):
     for i, group in enumerate(optimizer.param_groups):
         parts |= {f"group {i} {name}": ([x], None) for name, x in numbers_of(group)}
     for name, p in named.items():
-        kind = "weight" if p.is_floating_point() else "bytes"  # of 4-bit weights: large numbers
+        # Apart, since the norm of bytes, as of a base in 4 bits, would outweigh all weights.
+        kind = "weight" if p.is_floating_point() else "bytes"
         parts[f"{kind} {name}"] = part_of(p, name)
     parts |= {f"buffer {name}": part_of(b, name) for name, b in model.named_buffers()}
     parts |= {f"output {name}": (part.tolist(), everyone) for name, part in outputs.items()}

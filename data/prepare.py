@@ -272,9 +272,9 @@ def parser_of(doc):
 
 
 def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
-         more_options=lambda option: None, **defaults):
-    """The command; returns the directory. Each data/<name>/prepare.py calls it with its name,
-    source and defaults. job_of: makes a Job from (args, encoder); more_options: a function of
+         more_options=lambda option: None):
+    """The command; returns the directory. data/openwebtext/prepare.py calls it with its name and
+    source. job_of: makes a Job from (args, encoder); more_options: a function of
     parser.add_argument."""
     parser = parser_of(doc)
     if name is None:
@@ -284,7 +284,6 @@ def main(name=None, source=None, doc=__doc__, hash_fraction=0.0005, job_of=Job,
                         help="files, or hub data sets")
     add_options(parser, hash_fraction)
     more_options(parser.add_argument)
-    parser.set_defaults(**defaults)
     args = parser.parse_intermixed_args()
     args.name = name or args.name
     args.hash_fraction = hash_fraction if args.val_fraction is None else args.val_fraction

@@ -93,6 +93,8 @@ def open_tokenizer(file):
     # Some files ask for both, for batches; a document is taken whole.
     hf.no_truncation()
     hf.no_padding()
+    if getattr(hf.model, "dropout", None):  # it draws other tokens each time
+        hf.model.dropout = None
     return hf, max(hf.get_vocab().values()) + 1
 
 

@@ -70,7 +70,8 @@ def ranks(tmp, base, single):
                 out = name.replace("resumed", "stopped")
                 run = dict(KEYS, **keys, **more, name=f"lora-{out}{bits}")
                 cases[f"{name}{bits}"] = run_training, run
-            cases[f"bytes{bits}"] = case_bytes, dict(tmp=tmp, base_bits=bits)
+            if world == 3:
+                cases[f"bytes{bits}"] = case_bytes, dict(tmp=tmp, base_bits=bits)
         results.update(on_ranks(world, cases))
     return results
 

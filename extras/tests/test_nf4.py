@@ -94,8 +94,8 @@ def test_nf4_says_what_has_4_bits_and_who_cannot_shard_it(tmp):
     run = built(tmp, **{**KEYS, "model": "llama+lora", "n_inner": 100})
     packed = 3 * 36 * (2 * 64 + 2 * 16 + 2 * 100)  # of 64 inputs each; down_proj has 100
     size = packed + 4 * (3 * 64 * 100 + 7 * 64 + 2 * 67 * 64)
-    line = f"the base takes {size / 2**20:,.1f} MiB, with 4 bits in 18 of its layers"
-    assert [*run.model.describe()][0].startswith(line)
+    assert [*run.model.describe()] == [
+        f"the base takes {size / 2**20:,.1f} MiB, with 4 bits in 18 of its layers"]
     run_training(tmp, "nf4-base", max_iters=1, n_embd=64, n_head=4)
     cfg = tiny(tmp, **KEYS, **FULL_SHARD, base=os.path.join(tmp, "nf4-base"))
     with patch.object(torch, "__version__", "2.11.0"):
